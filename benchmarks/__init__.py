@@ -1,0 +1,1 @@
+"""Benchmarks of elastane, each run as `python -m benchmarks.NAME`."""

@@ -1,0 +1,31 @@
+"""What differs between torch releases, and the semi-private names of torch that we use.
+
+Differences are found by looking for the feature, never by version.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["GradBucket", "foreach_add_", "foreach_mul_", "foreach_norm", "no_buffer_sync"]
+
+foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+foreach_mul_: Callable[..., None] = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+foreach_norm: Callable[..., list[torch.Tensor]] = torch._foreach_norm  # pyright: ignore
+GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
+
+
+def no_buffer_sync() -> dict[str, Any]:
+    """Return the DDP arguments that switch off the broadcast of buffers in forward.
+
+    torch 2.13 calls it `forward_sync_buffers` and warns about the older `broadcast_buffers`.
+    """
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    known = "forward_sync_buffers" in parameters
+    return {"forward_sync_buffers" if known else "broadcast_buffers": False}

@@ -1,0 +1,237 @@
+"""Batch policies: how many samples a step takes, and which of them are this worker's.
+
+Arithmetic on positions only; knows nothing of data sets, gradients or rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastane import order
+from elastane.errors import ArgumentError, check_whole, describe
+
+__all__ = [
+    "BatchPolicy",
+    "GlobalBatch",
+    "LocalBatch",
+    "MicroBatch",
+    "StepPlan",
+    "World",
+    "plan_step",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Who takes part in a step.
+
+    Attributes:
+        rank: this worker's number, from 0.
+        world_size: number of workers.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one backward pass of one worker sees.
+
+    Attributes:
+        start: first position in the stream.
+        stop: position behind the last.
+        weight: samples that count: all, or 0 where the worker only keeps the others company.
+    """
+
+    start: int
+    stop: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step's samples.
+
+    Attributes:
+        start: first position of the global batch in the stream.
+        stop: position behind its last.
+        nominal_samples: batch that the policy asks for.
+        micro_batches: this worker's, in order.
+    """
+
+    start: int
+    stop: int
+    nominal_samples: int
+    micro_batches: tuple[MicroBatch, ...]
+
+    @property
+    def batch_samples(self) -> int:
+        """Samples of the global batch, `B`."""
+        return self.stop - self.start
+
+
+class BatchPolicy(Protocol):
+    """What a batch policy must do."""
+
+    def batch_samples(self, world_size: int) -> int:
+        """Return the batch over all workers in samples."""
+        ...
+
+    def deal(
+        self, start: int, stop: int, *, world: World, min_samples: int
+    ) -> Sequence[tuple[int, int]]:
+        """Return the ranges of this worker's micro-batches; none if it has no samples."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBatch:
+    """Each worker takes the same number of samples: the batch grows with the workers.
+
+    Both papers' setting; the rule adapts the learning rate.
+
+    Attributes:
+        samples: samples a worker and step.
+        micro_batches: micro-batches that they are split into. With one worker, two or more are
+            needed to measure the gain.
+    """
+
+    samples: int
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        check_whole("samples", self.samples, at_least=1, way_out="Samples a worker and step.")
+        _check_parts(self.micro_batches, self.samples)
+
+    def batch_samples(self, world_size: int) -> int:
+        """Return `samples * world_size`."""
+        return self.samples * world_size
+
+    def deal(
+        self, start: int, stop: int, *, world: World, min_samples: int
+    ) -> Sequence[tuple[int, int]]:
+        """Return this worker's share, split into micro-batches."""
+        mine = order.split(start, stop, parts=world.world_size, part=world.rank)
+        return _split_into(*mine, parts=self.micro_batches, min_samples=min_samples)
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """All workers together take the same number of samples, whatever their number.
+
+    The batch is split as evenly as it goes, and accumulated where a worker's memory ends.
+
+    Attributes:
+        samples: samples a step over all workers.
+        max_micro_batch: most samples of one backward pass; `None` for no limit.
+        micro_batches: fix the grid of micro-batches, dealt whole to the workers, so that a step
+            does not depend on their number at all. Must be at least their number.
+        shares: relative share of each worker, for machines of unequal speed; one number a
+            worker. `None` is even.
+        allow_idle_workers: let workers without samples keep the others company when the batch
+            is smaller than the number of workers.
+    """
+
+    samples: int
+    max_micro_batch: int | None = None
+    micro_batches: int | None = None
+    shares: Sequence[float] | None = None
+    allow_idle_workers: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole("samples", self.samples, at_least=1, way_out="Samples of a step.")
+        if self.max_micro_batch is not None:
+            way_out = "Samples of one backward pass; None is no limit."
+            check_whole("max_micro_batch", self.max_micro_batch, at_least=1, way_out=way_out)
+        if self.micro_batches is not None:
+            _check_parts(self.micro_batches, self.samples)
+            if self.max_micro_batch is not None:
+                rule = f"can't be combined with max_micro_batch={self.max_micro_batch}"
+                way_out = "A fixed grid sets the size of a micro-batch: leave one of them out."
+                message = describe("micro_batches", self.micro_batches, rule=rule, way_out=way_out)
+                raise ArgumentError(message)
+
+    def batch_samples(self, world_size: int) -> int:
+        """Return `samples`; check that every worker gets some, unless idle ones are allowed."""
+        parts = self.micro_batches or self.samples
+        if parts < world_size and not self.allow_idle_workers:
+            name = "samples" if self.micro_batches is None else "micro_batches"
+            rule = f"fewer than the {world_size} workers"
+            way_out = "Raise it, or pass allow_idle_workers=True."
+            raise ArgumentError(describe(name, parts, rule=rule, way_out=way_out))
+        if self.shares is not None and len(self.shares) != world_size:
+            rule = f"has {len(self.shares)} numbers for {world_size} workers"
+            way_out = "Give one share a worker, or None for even shares."
+            raise ArgumentError(describe("shares", self.shares, rule=rule, way_out=way_out))
+        return self.samples
+
+    def deal(
+        self, start: int, stop: int, *, world: World, min_samples: int
+    ) -> Sequence[tuple[int, int]]:
+        """Return this worker's share of the samples, or of the grid's micro-batches."""
+        cut = {"parts": world.world_size, "part": world.rank, "shares": self.shares}
+        if self.micro_batches is not None:
+            parts = max(min(self.micro_batches, (stop - start) // min_samples), 1)
+            first, last = order.split(0, parts, **cut)
+            return [order.split(start, stop, parts=parts, part=i) for i in range(first, last)]
+        begin, end = order.split(start, stop, **cut)
+        limit = self.max_micro_batch or max(end - begin, 1)
+        return _split_into(begin, end, parts=-(-(end - begin) // limit), min_samples=min_samples)
+
+
+def plan_step(
+    policy: BatchPolicy,
+    *,
+    position: int,
+    num_samples: int,
+    world: World,
+    min_samples: int = 1,
+    straddle: bool = False,
+) -> StepPlan:
+    """Return the step that starts at a position of the stream.
+
+    Depends on the position and the present world alone, so that any number of workers can go on
+    from any position.
+
+    Args:
+        policy: batch policy.
+        position: committed samples of the stream so far.
+        num_samples: samples of an epoch.
+        world: this worker's place.
+        min_samples: fewest samples of a micro-batch; 2 for models with BatchNorm.
+        straddle: let a batch run over the end of an epoch, so that none is short.
+    """
+    nominal = policy.batch_samples(world.world_size)
+    stop = order.batch_stop(
+        position,
+        num_samples=num_samples,
+        batch_samples=nominal,
+        min_tail_samples=min(min_samples * world.world_size, nominal),
+        straddle=straddle,
+    )
+    ranges = policy.deal(position, stop, world=world, min_samples=min_samples)
+    micro_batches = [MicroBatch(start=a, stop=b, weight=b - a) for a, b in ranges]
+    if not micro_batches:
+        company = MicroBatch(start=position, stop=min(position + min_samples, stop), weight=0)
+        micro_batches = [company]
+    return StepPlan(
+        start=position, stop=stop, nominal_samples=nominal, micro_batches=tuple(micro_batches)
+    )
+
+
+def _split_into(
+    start: int, stop: int, *, parts: int, min_samples: int
+) -> Sequence[tuple[int, int]]:
+    parts = min(parts, (stop - start) // min_samples) or (1 if stop > start else 0)
+    return [order.split(start, stop, parts=parts, part=part) for part in range(parts)]
+
+
+def _check_parts(micro_batches: int, samples: int) -> None:
+    way_out = "1 is one backward pass."
+    check_whole("micro_batches", micro_batches, at_least=1, way_out=way_out)
+    if micro_batches > samples:
+        rule, way_out = f"more than the {samples} samples", "Each needs at least one sample."
+        raise ArgumentError(describe("micro_batches", micro_batches, rule=rule, way_out=way_out))

@@ -1,0 +1,107 @@
+"""The feed: pairs each step's plan with its loaded micro-batches, from any position.
+
+Joins loader and batch policy; knows nothing of gradients or schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from elastane.batching import BatchPolicy, MicroBatch, StepPlan, World, plan_step
+from elastane.data import LoaderOptions, StreamLoader
+from elastane.errors import ArgumentError, describe
+
+__all__ = ["Feed"]
+
+
+class Feed:
+    """Yields a worker's micro-batches in the order of the stream.
+
+    Reading ahead consumes nothing: a window that starts anywhere but where the last one ended
+    makes the loader read anew from there.
+
+    Args:
+        dataset: map-style dataset with a length.
+        options: order and loading.
+        policy: batch policy.
+        world: this worker's place.
+        min_samples: fewest samples of a micro-batch.
+
+    Raises:
+        ArgumentError: fewer samples than workers, or a policy that does not fit their number.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Any,
+        *,
+        options: LoaderOptions,
+        policy: BatchPolicy,
+        world: World,
+        min_samples: int,
+    ) -> None:
+        self._loader = StreamLoader(dataset, options=options)
+        _check_enough_samples(self._loader.num_samples, world=world, min_samples=min_samples)
+        self._options = options
+        self._policy = policy
+        self._world = world
+        self._min_samples = min_samples
+        self._next_position: int | None = None
+        self._batches: Iterator[Any] = iter(())
+        self.plan(0)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return self._loader.num_samples
+
+    def plan(self, position: int) -> StepPlan:
+        """Return the step that starts at `position`."""
+        return plan_step(
+            self._policy,
+            position=position,
+            num_samples=self.num_samples,
+            world=self._world,
+            min_samples=self._min_samples,
+            straddle=self._options.straddle_epochs,
+        )
+
+    def start(self, position: int) -> None:
+        """Begin to read at `position`; starts loader processes if there are none yet."""
+        self._batches = self._loader.read(self._ranges(position))
+        self._next_position = position
+
+    def window(self, plan: StepPlan) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield the micro-batches of a step with their data."""
+        if self._next_position != plan.start:
+            self.start(plan.start)
+        self._next_position = None
+        for micro_batch in plan.micro_batches:
+            batch = next(self._batches)
+            if micro_batch is plan.micro_batches[-1]:
+                self._next_position = plan.stop
+            yield micro_batch, batch
+
+    def close(self) -> None:
+        """End the loader processes."""
+        self._batches = iter(())
+        self._next_position = None
+        self._loader.close()
+
+    def _ranges(self, position: int) -> Iterator[tuple[int, int]]:
+        while True:
+            plan = self.plan(position)
+            for micro_batch in plan.micro_batches:
+                yield micro_batch.start, micro_batch.stop
+            position = plan.stop
+
+
+def _check_enough_samples(num_samples: int, *, world: World, min_samples: int) -> None:
+    needed = world.world_size * min_samples
+    if num_samples < needed:
+        rule = f"fewer samples than the {needed} that {world.world_size} workers need for a step"
+        way_out = "Use fewer workers or more samples."
+        raise ArgumentError(describe("len(dataset)", num_samples, rule=rule, way_out=way_out))

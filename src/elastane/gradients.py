@@ -1,0 +1,394 @@
+"""The gradient tap: averages a step's gradients by samples and measures them on the way.
+
+One process or DDP, any number of micro-batches. Knows nothing of rules, data, schedules or
+generations; what others want summed over the workers rides along as opaque extra values.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from elastane import noise
+from elastane._compat import GradBucket, foreach_add_, foreach_mul_
+from elastane.errors import CommunicationError, UnsupportedError, UsageError
+from elastane.norms import squared_norm, squared_norm_of_all
+
+__all__ = ["Extra", "GradientTap", "Measurement"]
+
+Extra = float | Tensor
+"""A value to be summed over the ranks with the step's statistics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What one step's gradients said; the same on every rank to the bit.
+
+    Attributes:
+        weighted_sqr_norms: `sum b_i |g_i|^2` a group, `None` for a step that was not measured.
+        mean_sqr_norms: `|g|^2` a group.
+        batch_samples: `B`.
+        num_gradients: `n`, micro-batches of all workers with a weight above 0.
+        weight: sum of all weights; `B` unless the user weighted by something else.
+        finite: whether every gradient on every rank was finite.
+        extras: sums over the ranks of the extra values.
+    """
+
+    weighted_sqr_norms: tuple[float, ...] | None
+    mean_sqr_norms: tuple[float, ...]
+    batch_samples: float
+    num_gradients: int
+    weight: float
+    finite: bool
+    extras: tuple[float, ...]
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the mean gradient over all groups."""
+        return math.sqrt(math.fsum(self.mean_sqr_norms))
+
+    def moments(self) -> list[noise.Moments] | None:
+        """Return each group's raw moments, or `None` where this step can't tell them."""
+        if self.weighted_sqr_norms is None or not self.finite or self.num_gradients < 2:
+            return None
+        pairs = zip(self.weighted_sqr_norms, self.mean_sqr_norms, strict=True)
+        estimates = [
+            noise.estimate_moments(
+                weighted_sqr_norm=weighted,
+                mean_sqr_norm=mean,
+                batch_samples=self.batch_samples,
+                num_gradients=self.num_gradients,
+            )
+            for weighted, mean in pairs
+        ]
+        return [estimate for estimate in estimates if estimate is not None]
+
+
+class GradientTap:
+    r"""Turns micro-batch gradients into `sum b_i g_i / B` and their squared norms.
+
+    A window is one optimizer step. For each micro-batch of this worker: `begin_micro_batch`,
+    forward and backward by the user, then `set_aside` (all but the last). After the last
+    backward, `settle` leaves the batch's mean gradient in `p.grad` and returns the measurement.
+
+    Within one process the micro-gradients are taken out of `p.grad`, measured and summed with
+    their weights. Under DDP the last micro-batch's gradient is measured in the communication
+    hook, the weighted sum of the others is added to the bucket, and the buckets are SUM-reduced:
+    an average over samples, also with unequal workers. One small float64 SUM reduction a step,
+    launched behind the last bucket, carries the statistics, a count of ranks with gradients that
+    are not finite, and the extra values.
+
+    No communication error is raised inside the user's backward: the hook hands the local bucket
+    back and `settle` raises.
+
+    Args:
+        groups: parameters of each group that has statistics of its own.
+        extras: called once a step when the small reduction is launched; returns as many values
+            as every other rank's.
+
+    References:
+        The unequal-sample estimator is described in `elastane.noise.estimate_moments`.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        *,
+        extras: Callable[[], Sequence[Extra]] | None = None,
+    ) -> None:
+        self._extras = extras
+        self._process_group: dist.ProcessGroup | None = None
+        self.set_groups(groups)
+        self.begin(batch_samples=1.0)
+
+    def set_groups(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        """Replace the groups, for parameters that joined the optimizer."""
+        self._parameters = [list(group) for group in groups]
+        self._group_of = {
+            id(parameter): number
+            for number, group in enumerate(self._parameters)
+            for parameter in group
+        }
+
+    def attach(self, replica: DistributedDataParallel, *, group: dist.ProcessGroup) -> None:
+        """Average the replica's gradients from now on. DDP has no way to detach a hook.
+
+        Args:
+            replica: a wrapper that was made on `group` and has no hook yet.
+            group: the data-parallel group.
+        """
+        self._process_group = group
+        replica.register_comm_hook(self, _average_bucket)
+
+    def detach(self) -> None:
+        """Forget the process group; the next steps are this process's own."""
+        self._process_group = None
+
+    def begin(self, *, batch_samples: float, measure: bool = True) -> None:
+        """Open a window.
+
+        Args:
+            batch_samples: `B`, samples of the step over all workers.
+            measure: whether to take the moments; flags and extras are reduced in any case.
+        """
+        self._batch_samples = float(batch_samples)
+        self._measure = measure
+        self._weight = 0.0
+        self._total_weight = 0.0
+        self._num_gradients = 0
+        self._set_aside: dict[int, Tensor] = {}
+        self._local: list[Tensor] = []
+        self._means: dict[int, Tensor] = {}
+        self._small: tuple[Tensor, dist.Work | None] | None = None
+        self._failure: str | None = None
+        self._settled: Measurement | None = None
+
+    def begin_micro_batch(self, weight: float) -> None:
+        """Announce a micro-batch, or change its weight before its backward.
+
+        Args:
+            weight: `b_i`: its samples, or another weight of its mean loss; 0 takes part in the
+                communication alone.
+        """
+        self._weight = float(weight)
+
+    def set_aside(self) -> None:
+        """Take the gradient of an inner micro-batch out of `p.grad` and keep it, weighted.
+
+        Raises:
+            UsageError: there was no backward since the last call.
+        """
+        gradients = self._take_gradients()
+        self._count_local(gradients)
+        share = self._weight / self._batch_samples
+        new = [p for p in gradients if id(p) not in self._set_aside]
+        old = [p for p in gradients if id(p) in self._set_aside]
+        if new:
+            foreach_mul_([gradients[p] for p in new], share)
+            self._set_aside.update((id(p), gradients[p]) for p in new)
+        if old:
+            kept = [self._set_aside[id(p)] for p in old]
+            foreach_add_(kept, [gradients[p] for p in old], alpha=share)
+
+    def settle(self, *, loss_scale: float = 1.0) -> Measurement:
+        """Finish the window: leave the mean gradient in `p.grad` and return the measurement.
+
+        The one place that waits: for one small vector. Calls after the first return the same.
+
+        Args:
+            loss_scale: what the loss was multiplied by before backward.
+
+        Raises:
+            UsageError: there was no backward in the last micro-batch.
+            CommunicationError: the group broke; the gradients are this worker's alone.
+        """
+        if self._settled is None:
+            if self._process_group is None:
+                self._merge_own()
+            elif self._small is None and self._failure is None:
+                raise UsageError(_NO_BACKWARD)
+            self._settled = self._read(loss_scale)
+        return self._settled
+
+    def _merge_own(self) -> None:
+        gradients = self._take_gradients()
+        self._count_local(gradients)
+        share = self._weight / self._batch_samples
+        if share != 1:
+            foreach_mul_(list(gradients.values()), share)
+        both = [p for p in gradients if id(p) in self._set_aside]
+        if both:
+            kept = [self._set_aside.pop(id(p)) for p in both]
+            foreach_add_([gradients[p] for p in both], kept)
+        for group in self._parameters:
+            for parameter in group:
+                kept = self._set_aside.pop(id(parameter), None)
+                parameter.grad = gradients.get(parameter) if kept is None else kept
+        self._means[0] = self._grouped_sqr_norms({p: p.grad for g in self._parameters for p in g})
+        self._launch_small(self._means[0].device)
+
+    def _take_gradients(self) -> dict[Tensor, Tensor]:
+        gradients: dict[Tensor, Tensor] = {}
+        for group in self._parameters:
+            for parameter in group:
+                if parameter.grad is not None:
+                    if parameter.grad.is_sparse:
+                        raise UnsupportedError(_SPARSE)
+                    gradients[parameter] = parameter.grad
+                    parameter.grad = None
+        if not gradients:
+            raise UsageError(_NO_BACKWARD)
+        return gradients
+
+    def _count_local(self, gradients: dict[Tensor, Tensor]) -> None:
+        self._total_weight += self._weight
+        self._num_gradients += self._weight > 0
+        if self._measure:
+            self._local.append(self._grouped_sqr_norms(gradients) * self._weight)
+
+    def _grouped_sqr_norms(self, gradients: Mapping[Tensor, Tensor | None]) -> Tensor:
+        """Return the squared norms of the groups' gradients, of shape (num_groups,)."""
+        device = self._parameters[0][0].device
+        norms = [
+            squared_norm_of_all(present)
+            if (present := [g for p in group if (g := gradients.get(p)) is not None])
+            else torch.zeros((), dtype=torch.float64, device=device)
+            for group in self._parameters
+        ]
+        return torch.stack(norms)
+
+    def _reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        runs = self._runs(bucket)
+        if self._measure:
+            self._local.append(self._segment_sqr_norms(buffer, runs) * self._weight)
+        buffer.mul_(self._weight / self._batch_samples)
+        if self._set_aside:
+            self._add_set_aside(bucket)
+        future = self._all_reduce(buffer)
+        if bucket.is_last():
+            self._total_weight += self._weight
+            self._num_gradients += self._weight > 0
+            self._launch_small(buffer.device)
+        return future.then(partial(self._measure_mean, bucket.index(), buffer, runs))
+
+    def _add_set_aside(self, bucket: GradBucket) -> None:
+        pairs = [
+            (view, kept)
+            for view, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True)
+            if (kept := self._set_aside.pop(id(parameter), None)) is not None
+        ]
+        if pairs:
+            views, kept = zip(*pairs, strict=True)
+            foreach_add_(list(views), list(kept))
+
+    def _all_reduce(self, buffer: Tensor) -> torch.futures.Future[list[Tensor]]:
+        if self._failure is None:
+            try:
+                work = dist.all_reduce(buffer, group=self._process_group, async_op=True)
+                if work is not None:
+                    return work.get_future()
+                self._failure = "this process is no member of its group"
+            except RuntimeError as error:
+                self._failure = str(error)
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result([buffer])
+        return future
+
+    def _measure_mean(
+        self,
+        index: int,
+        buffer: Tensor,
+        runs: list[tuple[int, int, int]],
+        future: torch.futures.Future[list[Tensor]],
+    ) -> Tensor:
+        try:
+            future.value()
+        except RuntimeError as error:
+            self._failure = str(error)
+            return buffer
+        self._means[index] = self._segment_sqr_norms(buffer, runs)
+        return buffer
+
+    def _runs(self, bucket: GradBucket) -> list[tuple[int, int, int]]:
+        """Return (group, start, stop) of the stretches of a bucket's buffer."""
+        runs: list[tuple[int, int, int]] = []
+        start = 0
+        for parameter in bucket.parameters():
+            group, stop = self._group_of.get(id(parameter), -1), start + parameter.numel()
+            if runs and runs[-1][0] == group:
+                runs[-1] = (group, runs[-1][1], stop)
+            else:
+                runs.append((group, start, stop))
+            start = stop
+        return runs
+
+    def _segment_sqr_norms(self, buffer: Tensor, runs: list[tuple[int, int, int]]) -> Tensor:
+        """Return the squared norms of the groups' stretches of a bucket, of shape (num_groups,)."""
+        if runs == [(0, 0, buffer.numel())] and len(self._parameters) == 1:
+            return squared_norm(buffer)[None]
+        norms = torch.zeros(len(self._parameters), dtype=torch.float64, device=buffer.device)
+        for group, start, stop in runs:
+            if group >= 0:
+                norms[group] += squared_norm(buffer[start:stop])
+        return norms
+
+    def _launch_small(self, device: torch.device) -> None:
+        """Start the step's small SUM reduction: statistics, count, flag, extras."""
+        local = torch.zeros(len(self._parameters), dtype=torch.float64, device=device)
+        if self._measure:
+            local = torch.stack(self._local).sum(0)
+        finite = local.isfinite().all()
+        local = torch.where(finite, local, torch.zeros_like(local))
+        flag = (~finite).double()[None]
+        known = torch.tensor(
+            [self._total_weight, self._num_gradients], dtype=torch.float64, device=device
+        )
+        extras = [
+            torch.as_tensor(value, dtype=torch.float64, device=device).reshape(1)
+            for value in (self._extras() if self._extras else ())
+        ]
+        vector = torch.cat([local, known, flag, *extras])
+        work = None
+        if self._process_group is not None and self._failure is None:
+            try:
+                work = dist.all_reduce(vector, group=self._process_group, async_op=True)
+            except RuntimeError as error:
+                self._failure = str(error)
+        self._small = (vector, work)
+
+    def _read(self, loss_scale: float) -> Measurement:
+        vector = self._wait()
+        if self._failure is not None:
+            raise CommunicationError(f"the process group broke in this step: {self._failure}")
+        means = torch.stack([self._means[index] for index in sorted(self._means)]).sum(0)
+        values = torch.cat([vector, means]).tolist()
+        groups = len(self._parameters)
+        local, mean_sqr = values[:groups], values[-groups:]
+        weight, num_gradients, broken = values[groups : groups + 3]
+        finite = broken == 0 and all(math.isfinite(value) for value in mean_sqr)
+        share = self._batch_samples / weight if weight > 0 else 1.0
+        if share != 1:
+            grads = [p.grad for g in self._parameters for p in g if p.grad is not None]
+            foreach_mul_(grads, share)
+        unscaled = 1 / (loss_scale * loss_scale)
+        return Measurement(
+            weighted_sqr_norms=(
+                tuple(value * share * unscaled for value in local) if self._measure else None
+            ),
+            mean_sqr_norms=tuple(value * share * share * unscaled for value in mean_sqr),
+            batch_samples=self._batch_samples,
+            num_gradients=round(num_gradients),
+            weight=weight,
+            finite=finite,
+            extras=tuple(values[groups + 3 : -groups]),
+        )
+
+    def _wait(self) -> Tensor:
+        vector, work = self._small or (torch.zeros(0), None)
+        if work is not None and self._failure is None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._failure = str(error)
+        return vector
+
+
+def _average_bucket(tap: GradientTap, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's communication hook; it wants its second parameter to be called `bucket`."""
+    return tap._reduce_bucket(bucket)
+
+
+_NO_BACKWARD = (
+    "step() without a gradient: no parameter of the optimizer has one; call session.backward(loss) "
+    "or loss.backward() on a loss computed with session.model before each step()"
+)
+_SPARSE = (
+    "sparse gradients are not supported: build the embedding with sparse=False, "
+    "or leave its parameters out of the optimizer"
+)

@@ -1,0 +1,149 @@
+"""The training loop: windows of micro-batches, one after the other, until the run is over.
+
+Joins feed and stepper; knows nothing of process groups, checkpoints or evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from elastane import replica
+from elastane.batching import MicroBatch
+from elastane.errors import NonFiniteError, UsageError
+from elastane.feed import Feed
+from elastane.reporting import Reporter, StepResult
+from elastane.stepper import Stepper
+
+__all__ = ["Loop"]
+
+MAX_SKIPPED_STEPS = 50
+
+
+class Loop:
+    """Yields micro-batches and ends each with `step`; keeps the committed position.
+
+    Args:
+        model: what the user computes the loss with.
+        feed: where micro-batches come from.
+        stepper: what makes steps of them.
+        reporter: is told of every step.
+    """
+
+    def __init__(
+        self,
+        model: replica.Replica,
+        *,
+        feed: Feed,
+        stepper: Stepper,
+        reporter: Reporter,
+    ) -> None:
+        self._model = model
+        self._feed = feed
+        self.stepper = stepper
+        self._reporter = reporter
+        self._micro_batch: MicroBatch | None = None
+        self._contexts = ExitStack()
+        self._skipped = 0
+        self._stop_asked = False
+        self.stopped = False
+        self.position = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is over."""
+        return self.stopped or self.stepper.controller.finished
+
+    @property
+    def outcome(self) -> str:
+        """How the run ended: `"stopped"`, `"finished"`, or `"left"` before its end."""
+        return "stopped" if self.stopped else "finished" if self.done else "left"
+
+    def _require_micro_batch(self) -> MicroBatch:
+        if self._micro_batch is None:
+            raise UsageError(
+                "there is no micro-batch at work: call this inside `for ... in session:`, and "
+                "step() once for each micro-batch"
+            )
+        return self._micro_batch
+
+    @property
+    def weight(self) -> int:
+        """Samples of the micro-batch at work that count."""
+        return self._require_micro_batch().weight
+
+    def windows(self) -> Iterator[Any]:
+        """Yield micro-batches until the run is over."""
+        self.abandon()
+        while not self.done:
+            self._plan = self._feed.plan(self.position)
+            self.stepper.open(self._plan)
+            for micro_batch, data in self._feed.window(self._plan):
+                self._begin(micro_batch)
+                yield data
+                if self._micro_batch is not None:
+                    raise UsageError(
+                        "step() was not called after a micro-batch: call session.step() at the "
+                        "end of every turn of the loop; it returns None inside a window"
+                    )
+
+    def _begin(self, micro_batch: MicroBatch) -> None:
+        """Set gradient synchronisation and batch statistics for one forward and backward."""
+        self._micro_batch = micro_batch
+        self._is_last = micro_batch is self._plan.micro_batches[-1]
+        self.stepper.begin(micro_batch.weight, last=self._is_last)
+        if not self._is_last:
+            self._contexts.enter_context(replica.without_sync(self._model))
+        if micro_batch.weight == 0:
+            self._contexts.enter_context(replica.idle_batch_norm(self._model))
+
+    def backward(self, loss: Tensor, *, weight: float | None) -> None:
+        """Run backward on the mean loss of the micro-batch at work."""
+        self._require_micro_batch()
+        self.stepper.backward(loss, weight=weight)
+
+    def step(self) -> StepResult | None:
+        """End the micro-batch at work, and with the last one the window."""
+        self._require_micro_batch()
+        try:
+            if not self._is_last:
+                self.stepper.set_aside()
+                return None
+            outcome = self.stepper.finish()
+        finally:
+            self._end_micro_batch()
+        self.stopped = outcome.extras[0] > 0
+        if outcome.committed:
+            self.position, self._skipped = self._plan.stop, 0
+        else:
+            self._count_skipped()
+        return self._reporter.step(outcome, plan=self._plan)
+
+    def _count_skipped(self) -> None:
+        self._skipped += 1
+        if self._skipped > MAX_SKIPPED_STEPS:
+            raise NonFiniteError(
+                f"gradients at positions {self._plan.start} to {self._plan.stop - 1} were not "
+                f"finite {self._skipped} times in a row: look for NaN in these samples, lower "
+                "the learning rate, or pass a scaler if you train in float16"
+            )
+
+    def ask_to_stop(self) -> None:
+        """Have all workers stop after the same step."""
+        self._stop_asked = True
+
+    def extras(self) -> Sequence[float]:
+        """Return what is summed over the workers with each step: who asks to stop."""
+        return (float(self._stop_asked),)
+
+    def abandon(self) -> None:
+        """Drop what was not committed."""
+        self._end_micro_batch()
+        self.stepper.discard()
+
+    def _end_micro_batch(self) -> None:
+        self._contexts.close()
+        self._micro_batch = None

@@ -1,0 +1,244 @@
+"""The scaled step: the user's optimizer under a scaled learning rate, and the schedule's moves.
+
+Optimizer and scheduler stay the user's: nothing is patched, subclassed or stored in them. Knows
+nothing of gradients, data or workers; what factor and how much progress, others decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from elastane._compat import foreach_mul_
+from elastane.errors import ArgumentError, StateError, UnsupportedError, describe
+
+__all__ = ["ScaledStep", "Schedule", "clip_gradients", "momentum_of", "scaled_lr"]
+
+
+@contextmanager
+def scaled_lr(optimizer: Optimizer, factors: Sequence[float]) -> Iterator[None]:
+    """Multiply each group's learning rate for the length of a block.
+
+    The learning rate is put back to the bit, also when the block raises; a tensor lr is changed
+    and restored in place.
+
+    Args:
+        optimizer: any torch optimizer.
+        factors: one for every parameter group, or a single one for all.
+    """
+    groups = optimizer.param_groups
+    each = list(factors) * len(groups) if len(factors) == 1 else list(factors)
+    saved = [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in groups]
+    try:
+        for group, factor in zip(groups, each, strict=True):
+            _set_lr(group, group["lr"] * factor)
+        yield
+    finally:
+        for group, lr in zip(groups, saved, strict=True):
+            _set_lr(group, lr)
+
+
+def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].copy_(torch.as_tensor(lr))
+    else:
+        group["lr"] = float(lr)
+
+
+def momentum_of(optimizer: Optimizer) -> float:
+    """Return the momentum of the first group: `momentum`, or `betas[0]`; 0 if it has neither."""
+    group = optimizer.param_groups[0]
+    betas = group.get("betas")
+    return float(betas[0] if betas else group.get("momentum", 0.0))
+
+
+def clip_gradients(optimizer: Optimizer, *, max_norm: float, grad_norm: float) -> None:
+    """Scale the gradients down to `max_norm` by a norm that is known already.
+
+    `g <- g min(1, max_norm / (|g| + 1e-6))`, as `torch.nn.utils.clip_grad_norm_`.
+    """
+    coefficient = max_norm / (grad_norm + 1e-6)
+    if coefficient < 1:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        foreach_mul_([p.grad for p in parameters if p.grad is not None], coefficient)
+
+
+class Schedule:
+    """A learning rate schedule in base steps, moved by progress.
+
+    A torch scheduler is moved by one `step()` for every base step that progress crosses, never
+    past its end. A callable `progress -> multiplier` sets each group's learning rate to its base
+    times the multiplier. `None` leaves the learning rate to the user.
+
+    Args:
+        schedule: scheduler, callable or `None`.
+        optimizer: the optimizer whose learning rates it sets.
+        num_steps: base steps at which training ends.
+
+    Raises:
+        UnsupportedError: `ReduceLROnPlateau`, which has no schedule in steps.
+        ArgumentError: a scheduler of another optimizer, or one that ends before the run does.
+    """
+
+    def __init__(
+        self,
+        schedule: LRScheduler | Callable[[float], float] | None,
+        *,
+        optimizer: Optimizer,
+        num_steps: float,
+    ) -> None:
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise UnsupportedError(_PLATEAU)
+        self._scheduler: LRScheduler | None = None
+        self._multiplier: Callable[[float], float] | None = None
+        if isinstance(schedule, LRScheduler):
+            self._scheduler = schedule
+        elif callable(schedule):
+            self._multiplier = schedule
+        elif schedule is not None:
+            rule = "must be a torch scheduler, a function of progress, or None"
+            way_out = "Pass for example CosineAnnealingLR(optimizer, T_max=num_steps)."
+            raise ArgumentError(describe("schedule", schedule, rule=rule, way_out=way_out))
+        self._optimizer = optimizer
+        self._end = math.floor(num_steps)
+        if self._scheduler is not None:
+            self._check(self._scheduler, num_steps)
+        self._base_lrs = [_as_float(_base_lr(group)) for group in optimizer.param_groups]
+        self._moved = 0
+        self._apply(0.0)
+
+    def _check(self, scheduler: LRScheduler, num_steps: float) -> None:
+        if scheduler.optimizer is not self._optimizer:
+            rule = "belongs to another optimizer"
+            way_out = "Build it on the optimizer that the session gets."
+            raise ArgumentError(describe("schedule", scheduler, rule=rule, way_out=way_out))
+        if isinstance(scheduler, OneCycleLR):
+            total: int = scheduler.total_steps
+            if total < num_steps:
+                rule = f"ends after {total} base steps, before the run's {num_steps:g}"
+                way_out = "Give OneCycleLR total_steps=num_steps."
+                raise ArgumentError(describe("schedule", scheduler, rule=rule, way_out=way_out))
+            self._end = min(self._end, total - 1)
+
+    def advance(self, progress: float) -> None:
+        """Move to `progress`: by the whole number of base steps crossed since the last move."""
+        if self._scheduler is not None:
+            target = min(math.floor(progress), self._end)
+            for _ in range(target - self._moved):
+                self._scheduler.step()
+            self._moved = max(self._moved, target)
+        self._apply(progress)
+
+    def _apply(self, progress: float) -> None:
+        if self._multiplier is None:
+            return
+        multiplier = self._multiplier(progress)
+        if not (math.isfinite(multiplier) and multiplier >= 0):
+            rule = f"returned {multiplier!r} at progress {progress:g}"
+            way_out = "A multiplier must be finite and at least 0."
+            raise ArgumentError(describe("schedule", self._multiplier, rule=rule, way_out=way_out))
+        groups = self._optimizer.param_groups
+        self._base_lrs += [_as_float(_base_lr(group)) for group in groups[len(self._base_lrs) :]]
+        for group, base in zip(groups, self._base_lrs, strict=True):
+            _set_lr(group, base * multiplier)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return base learning rates, moves made, and the scheduler's own state."""
+        state: dict[str, Any] = {"base_lrs": list(self._base_lrs), "moved": self._moved}
+        if self._scheduler is not None:
+            state["scheduler"] = self._scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], *, progress: float) -> None:
+        """Take up a state, and set the learning rates that it implies.
+
+        The scheduler's own state alone would leave the optimizer at its first learning rate
+        until the next move; here both agree in whatever order they are loaded.
+        """
+        if ("scheduler" in state) != (self._scheduler is not None):
+            message = (
+                "the state was saved with a torch scheduler and this session has none, or the "
+                "other way round: pass the same kind of schedule"
+            )
+            raise StateError(message)
+        self._moved = int(state["moved"])
+        self._base_lrs = [float(lr) for lr in state["base_lrs"]]
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(dict(state["scheduler"]))
+            lrs = self._scheduler.get_last_lr()
+            for group, lr in zip(self._optimizer.param_groups, lrs, strict=True):
+                _set_lr(group, lr)
+        self._apply(progress)
+
+
+class ScaledStep:
+    """Steps the user's optimizer under `lr = schedule(progress) * factor`.
+
+    Args:
+        optimizer: the user's optimizer.
+        schedule: the schedule to move.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> schedule = Schedule(lambda tau: 1 - tau / 10, optimizer=optimizer, num_steps=10)
+        >>> weight.grad = torch.ones(1)
+        >>> ScaledStep(optimizer, schedule).step([2.0], progress=2.0)
+        >>> weight.item(), optimizer.param_groups[0]["lr"]
+        (0.0, 0.4)
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
+        self._optimizer = optimizer
+        self._schedule = schedule
+
+    def step(
+        self,
+        factors: Sequence[float],
+        *,
+        progress: float,
+        scaler: GradScaler | None = None,
+        closure: Callable[[], float] | None = None,
+    ) -> Any:
+        """Step the optimizer once, then move the schedule.
+
+        Args:
+            factors: one for every parameter group, or a single one for all.
+            progress: `tau` after this step.
+            scaler: a gradient scaler whose `unscale_` has been called.
+            closure: handed to the optimizer.
+
+        Returns:
+            What the optimizer's `step` returned.
+        """
+        with scaled_lr(self._optimizer, factors):
+            if scaler is not None:
+                result = scaler.step(self._optimizer)
+            elif closure is not None:
+                result = self._optimizer.step(closure)
+            else:
+                result = self._optimizer.step()
+        self._schedule.advance(progress)
+        return result
+
+
+def _base_lr(group: Mapping[str, Any]) -> float | Tensor:
+    return group.get("initial_lr", group["lr"])
+
+
+def _as_float(lr: float | Tensor) -> float:
+    return float(lr)
+
+
+_PLATEAU = (
+    "ReduceLROnPlateau has no schedule in steps, so progress can't move it: pass schedule=None "
+    "and call plateau.step(metric) yourself, for example after session.evaluate()"
+)

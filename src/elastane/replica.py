@@ -1,0 +1,173 @@
+"""The model as users hold it: one stable module that forwards to the current replica wrapper.
+
+Knows DDP and the kinds of model that are refused; nothing of statistics or data.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from elastane._compat import no_buffer_sync
+from elastane.errors import ArgumentError, UnsupportedError, describe
+
+__all__ = [
+    "Replica",
+    "check_model",
+    "fewest_samples",
+    "idle_batch_norm",
+    "without_sync",
+    "wrap",
+]
+
+_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
+_OWN_DDP_ARGUMENTS = {
+    "self",
+    "module",
+    "process_group",
+    "broadcast_buffers",
+    "forward_sync_buffers",
+}
+
+
+def check_model(model: nn.Module, *, ddp: Mapping[str, Any]) -> None:
+    """Refuse what can't be trained by a session.
+
+    Args:
+        model: bare module.
+        ddp: further arguments for DDP.
+
+    Raises:
+        UnsupportedError: a model that is wrapped already, or with sparse gradients.
+        ArgumentError: nothing to train, or an argument that DDP does not have.
+    """
+    _check_ddp(ddp)
+    for name, module in model.named_modules():
+        where = f"model.{name}" if name else "model"
+        if isinstance(module, (*_WRAPPERS, Replica)):
+            raise UnsupportedError(
+                f"{where} is wrapped already, in {type(module).__name__}: pass the bare module; "
+                "the session wraps it, and wraps it again when the workers change"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UnsupportedError(
+                f"{where} has sparse gradients, which are not supported: build it with sparse=False"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        rule, way_out = "has no parameter that requires a gradient", "Unfreeze something."
+        raise ArgumentError(describe("model", type(model).__name__, rule=rule, way_out=way_out))
+
+
+def fewest_samples(model: nn.Module) -> int:
+    """Return how many samples a micro-batch needs: 2 with batch statistics, else 1."""
+    return 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
+
+
+@contextmanager
+def idle_batch_norm(model: nn.Module) -> Iterator[None]:
+    """Keep batch statistics out of the running averages for the length of a block."""
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    saved = [layer.momentum for layer in layers]
+    try:
+        for layer in layers:
+            layer.momentum = 0.0
+        yield
+    finally:
+        for layer, momentum in zip(layers, saved, strict=True):
+            layer.momentum = momentum
+
+
+def wrap(
+    model: nn.Module, *, group: dist.ProcessGroup, options: Mapping[str, Any]
+) -> DistributedDataParallel:
+    """Return the model in DDP over `group`; buffers are not broadcast in forward.
+
+    Args:
+        model: bare module, on its device.
+        group: data-parallel group.
+        options: further arguments of DDP.
+    """
+    return DistributedDataParallel(model, process_group=group, **no_buffer_sync(), **options)
+
+
+def _check_ddp(options: Mapping[str, Any]) -> None:
+    """Refuse names that DDP does not know, or that the session sets itself."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    for name in options:
+        if name not in known or name in _OWN_DDP_ARGUMENTS:
+            rule = "unknown option" if name not in known else "is set by the session"
+            way_out = "Pass arguments of DistributedDataParallel, such as find_unused_parameters."
+            raise ArgumentError(
+                describe(f"ddp[{name!r}]", options[name], rule=rule, way_out=way_out)
+            )
+
+
+def without_sync(model: Replica) -> AbstractContextManager[None]:
+    """Return a context in which backward leaves gradients unaveraged; forward belongs in it."""
+    wrapper = model.__dict__["_wrapper"]
+    return nullcontext() if wrapper is None else wrapper.no_sync()
+
+
+class Replica(nn.Module):
+    """A module that stays the same object while its replica wrapper comes and goes.
+
+    Its parameters, buffers and state-dict keys are the inner module's, and attributes that it
+    lacks are looked up there. With gradients on, `forward` goes through the wrapper; without, to
+    the inner module, so that workers may evaluate different numbers of batches.
+
+    Args:
+        model: the bare module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters, self._buffers = model._parameters, model._buffers
+        self._modules = model._modules
+        self.__dict__["inner"] = model
+        self.__dict__["_wrapper"] = None
+        self.training = model.training
+
+    def use(self, wrapper: nn.Module | None) -> None:
+        """Forward to `wrapper` from now on, or to the inner module."""
+        self.__dict__["_wrapper"] = wrapper
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the current replica."""
+        wrapper = self.__dict__["_wrapper"]
+        if wrapper is None or not torch.is_grad_enabled():
+            return self.__dict__["inner"](*args, **kwargs)
+        return wrapper(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Replica:
+        """Set training mode, on the inner module too."""
+        self.training = mode
+        self.__dict__["inner"].train(mode)
+        wrapper = self.__dict__["_wrapper"]
+        if wrapper is not None:
+            wrapper.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the inner module's state."""
+        return self.__dict__["inner"].state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the inner module's state."""
+        return self.__dict__["inner"].load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if "inner" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["inner"], name)
+
+    def __reduce__(self) -> tuple[type[Replica], tuple[nn.Module]]:
+        return Replica, (self.__dict__["inner"],)

@@ -1,0 +1,264 @@
+"""The session: joins loader, gradient tap, controller and scaled step into one training loop.
+
+Everything it does is done by a part that works without it; it only orders them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from os import PathLike
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from elastane import arguments, replica
+from elastane.batching import BatchPolicy, LocalBatch
+from elastane.controller import Measuring, StepController
+from elastane.data import LoaderOptions
+from elastane.errors import UsageError
+from elastane.evaluation import Evaluation, EvaluationFunction, evaluate
+from elastane.feed import Feed
+from elastane.group import discover_world, joined
+from elastane.loop import Loop
+from elastane.momentum import Compensation, MomentumRamp
+from elastane.reporting import Reporter, StepResult
+from elastane.scaling import AdaScale, Rule
+from elastane.state import SessionState
+from elastane.stepper import Stepper
+from elastane.telemetry import Sink
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Trains a model, as it was tuned for one small batch, on whatever workers there are.
+
+    Iterate over it inside `with`: it yields this worker's micro-batches. Call `step()` after
+    every one. How many workers there are, it finds out itself: one under plain python, any number
+    under torchrun.
+
+    Args:
+        model: the bare module, on its device; the session wraps it.
+        optimizer: torch optimizer over the model's parameters, with the lr of the base batch.
+        dataset: map-style dataset with a length.
+        base_batch_size: `B0`, the batch in samples for which lr and schedule were tuned.
+        num_steps: length of the run in base steps, or instead
+        num_epochs: in epochs of `ceil(len(dataset) / base_batch_size)` base steps.
+        schedule: torch scheduler in base steps, or a function progress -> multiplier.
+        rule: scaling rule; see `elastane.scaling`.
+        batch: batch policy, by default `LocalBatch(base_batch_size)`.
+        compensation: momentum compensation after a change of batch, or `None`.
+        measuring: how gradient statistics are taken.
+        loader: how samples are ordered and loaded.
+        scaler: a `torch.amp.GradScaler`; the session scales, unscales, steps and updates it.
+        max_norm: norm to which the mean gradient is clipped.
+        ddp: further arguments of `DistributedDataParallel`, such as `find_unused_parameters`.
+        run_dir: folder for the run's events (written by rank 0).
+        sinks: further receivers of events (on rank 0).
+        progress_bar: draw one, where standard error is a terminal.
+
+    Raises:
+        ArgumentError: a value that breaks a rule; the message says which, and the way out.
+        UnsupportedError: a kind of model, dataset or schedule that is refused by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: Optimizer,
+        dataset: Dataset[Any] | Any,
+        base_batch_size: int,
+        num_steps: float | None = None,
+        num_epochs: float | None = None,
+        schedule: LRScheduler | Callable[[float], float] | None = None,
+        rule: Rule = AdaScale(),
+        batch: BatchPolicy | None = None,
+        compensation: Compensation | None = MomentumRamp(),
+        measuring: Measuring = Measuring(),
+        loader: LoaderOptions = LoaderOptions(),
+        scaler: GradScaler | None = None,
+        max_norm: float | None = None,
+        ddp: Mapping[str, Any] | None = None,
+        run_dir: str | PathLike[str] | None = None,
+        sinks: Sequence[Sink] = (),
+        progress_bar: bool = True,
+    ) -> None:
+        arguments.check_base_batch_size(base_batch_size)
+        arguments.check_optimizer(optimizer, model)
+        replica.check_model(model, ddp=ddp or {})
+        self.world = discover_world()
+        self.model = replica.Replica(model)
+        policy = batch or LocalBatch(base_batch_size)
+        fewest = replica.fewest_samples(model)
+        self._feed = Feed(
+            dataset, options=loader, policy=policy, world=self.world, min_samples=fewest
+        )
+        num_samples = self._feed.num_samples
+        steps = arguments.base_steps(
+            num_steps, num_epochs=num_epochs, num_samples=num_samples, base=base_batch_size
+        )
+        controller = StepController(
+            rule,
+            base_batch_size=base_batch_size,
+            num_steps=steps,
+            compensation=compensation,
+            measuring=measuring,
+            num_groups=len(arguments.parameter_groups(optimizer, per=measuring.per)),
+        )
+        stepper = Stepper(
+            optimizer,
+            controller=controller,
+            schedule=schedule,
+            scaler=scaler,
+            max_norm=max_norm,
+            per=measuring.per,
+            extras=lambda: self._loop.extras(),
+        )
+        self._reporter = Reporter(
+            controller,
+            world=self.world,
+            num_samples=num_samples,
+            run_dir=run_dir,
+            sinks=sinks,
+            progress_bar=progress_bar,
+        )
+        self._loop = Loop(self.model, feed=self._feed, stepper=stepper, reporter=self._reporter)
+        run = {"num_samples": num_samples, "base_batch_size": base_batch_size, "seed": loader.seed}
+        device = next(model.parameters()).device
+        self._state = SessionState(run, loop=self._loop, rank=self.world.rank, device=device)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        self._facts = run | {"rule": repr(rule), "policy": repr(policy), "parameters": size}
+        self._loader_options, self._ddp = loader, dict(ddp or {})
+        self._group: dist.ProcessGroup | None = None
+        self._open: ExitStack | None = None
+
+    @property
+    def progress(self) -> float:
+        """`tau`: what the committed steps were worth, in base steps."""
+        return self._loop.stepper.controller.progress
+
+    @property
+    def position(self) -> int:
+        """Committed samples of the endless stream."""
+        return self._loop.position
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that the next sample belongs to, from 0."""
+        return self.position // self._feed.num_samples
+
+    @property
+    def weight(self) -> int:
+        """Samples of the present micro-batch that count; 0 where this worker has none."""
+        return self._loop.weight
+
+    def __enter__(self) -> Self:
+        """Start loader processes, then the process group if launched with one, and wrap."""
+        with ExitStack() as stack:
+            stack.callback(self._feed.close)
+            self._feed.start(self.position)
+            self._group = stack.enter_context(
+                joined(self.model, tap=self._loop.stepper.tap, world=self.world, ddp=self._ddp)
+            )
+            self._reporter.start(**self._facts)
+            stack.push(self._report_end)
+            stack.callback(self._loop.abandon)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Unwrap the model, end what was started, and close the run's events."""
+        assert self._open is not None
+        stack, self._open, self._group = self._open, None, None
+        stack.__exit__(*error)
+
+    def _report_end(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._reporter.close(self._loop.outcome if kind is None else kind.__name__)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this worker's micro-batches until the run's last base step."""
+        if self._open is None:
+            raise UsageError("the session is not open: iterate inside `with Session(...) as s:`")
+        return self._loop.windows()
+
+    def backward(self, loss: Tensor, *, weight: float | None = None) -> None:
+        """Run backward on the mean loss of the present micro-batch.
+
+        Unlike `loss.backward()` it scales by the scaler, reports the loss, takes a weight, and
+        leaves the batch's mean gradient in `p.grad` after a window's last micro-batch, so that
+        it can be looked at or clipped before `step()`.
+
+        Args:
+            loss: scalar; the *mean* over the micro-batch, not divided by the number of
+                micro-batches.
+            weight: what the mean is over, if not samples: for example target tokens.
+        """
+        self._loop.backward(loss, weight=weight)
+
+    def step(self) -> StepResult | None:
+        """End a micro-batch; at the end of a window average, measure, scale, step and commit.
+
+        Returns:
+            `None` inside a window, the step's result at its end. A step whose gradients are not
+            finite on any rank moves nothing on every rank, and its samples come again.
+
+        Raises:
+            UsageError: no micro-batch is at work, or there was no backward.
+            NonFiniteError: more than 50 steps in a row were not finite.
+            CommunicationError: the process group broke; nothing was committed.
+        """
+        return self._loop.step()
+
+    def stop(self) -> None:
+        """End the run early: all workers leave the loop after the same step."""
+        self._loop.ask_to_stop()
+
+    def pause(self, reason: str) -> AbstractContextManager[None]:
+        """Return a context for work that the other workers must not take for a hang."""
+        return self._reporter.pause(reason)
+
+    def evaluate(
+        self, function: EvaluationFunction, dataset: Dataset[Any] | Any, *, batch_size: int = 256
+    ) -> Evaluation:
+        """Deal a dataset over the workers once and add up exactly; see `elastane.evaluation`.
+
+        Args:
+            function: called with the bare model (in evaluation mode, without gradients) and a
+                batch; returns sums over the batch's samples, by name.
+            dataset: map-style dataset with a length.
+            batch_size: samples a call.
+        """
+        result = evaluate(
+            function,
+            model=self.model.inner,
+            dataset=dataset,
+            options=self._loader_options,
+            batch_size=batch_size,
+            world=self.world,
+            group=self._group,
+        )
+        self._reporter.evaluation(result)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is not in the model's and the optimizer's own state.
+
+        Progress, moments, ramps, schedule, position, loss scale and random generators. It loads
+        with `torch.load(weights_only=True)`, under any number of workers.
+        """
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; before or after the optimizer's own, in any order.
+
+        Raises:
+            StateError: another version, dataset length, base batch or seed.
+        """
+        self._state.load_state_dict(state)

@@ -1,0 +1,72 @@
+"""A session's state: all that is not in the model's and the optimizer's own state.
+
+Gathers and gives back the parts' states, and refuses one of another run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from elastane.errors import StateError
+from elastane.loop import Loop
+from elastane.rng import rng_state, set_rng_state
+
+__all__ = ["STATE_VERSION", "SessionState"]
+
+STATE_VERSION = 1
+
+
+class SessionState:
+    """The parts whose state makes a session go on as if nothing had happened.
+
+    Args:
+        identity: numbers that must be the same when the state is loaded.
+        loop: holds the position; its stepper schedule and scaler, and the controller progress,
+            moments and ramps.
+        rank: this worker's.
+        device: the model's.
+    """
+
+    def __init__(
+        self,
+        identity: Mapping[str, int],
+        *,
+        loop: Loop,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self._identity = {"version": STATE_VERSION, **identity}
+        self._loop = loop
+        self._rank = rank
+        self._device = device
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; it loads with `torch.load(weights_only=True)`."""
+        return {
+            **self._identity,
+            "position": self._loop.position,
+            "controller": self._loop.stepper.controller.state_dict(),
+            "stepper": self._loop.stepper.state_dict(),
+            "rng": rng_state(rank=self._rank, device=self._device),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state.
+
+        Raises:
+            StateError: saved by another version, or by a run with another identity.
+        """
+        for name, own in self._identity.items():
+            if state.get(name) != own:
+                message = (
+                    f"the state was saved with {name}={state.get(name)!r} and this session has "
+                    f"{own!r}: resume with what the run was started with"
+                )
+                raise StateError(message)
+        self._loop.stepper.controller.load_state_dict(state["controller"])
+        self._loop.stepper.load_state_dict(state["stepper"])
+        set_rng_state(state["rng"], rank=self._rank, device=self._device)
+        self._loop.position = int(state["position"])
