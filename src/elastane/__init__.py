@@ -1,14 +1,23 @@
-"""Elastic distributed training for PyTorch: workers come and go, the model comes out as good."""
+"""Elastic distributed training for PyTorch: workers come and go, the model comes out as good.
+
+The names below are imported when they are first used, so that the command line starts without
+torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from elastane._version import __version__
-from elastane.batching import GlobalBatch, LocalBatch
-from elastane.controller import Measuring
-from elastane.data import LoaderOptions
-from elastane.evaluation import Evaluation
-from elastane.momentum import MomentumRamp, NoiseMatchedRamp
-from elastane.reporting import StepResult
-from elastane.scaling import LEGW, AdamScale, AdaScale, Identity, Linear, Sqrt, WarmUp
-from elastane.session import Session
+
+if TYPE_CHECKING:
+    from elastane.batching import GlobalBatch, LocalBatch
+    from elastane.controller import Measuring
+    from elastane.data import LoaderOptions
+    from elastane.evaluation import Evaluation
+    from elastane.momentum import MomentumRamp, NoiseMatchedRamp
+    from elastane.reporting import StepResult
+    from elastane.scaling import LEGW, AdamScale, AdaScale, Identity, Linear, Sqrt, WarmUp
+    from elastane.session import Session
 
 __all__ = [
     "LEGW",
@@ -29,3 +38,27 @@ __all__ = [
     "WarmUp",
     "__version__",
 ]
+
+_HOMES = {
+    "batching": ("GlobalBatch", "LocalBatch"),
+    "controller": ("Measuring",),
+    "data": ("LoaderOptions",),
+    "evaluation": ("Evaluation",),
+    "momentum": ("MomentumRamp", "NoiseMatchedRamp"),
+    "reporting": ("StepResult",),
+    "scaling": ("LEGW", "AdaScale", "AdamScale", "Identity", "Linear", "Sqrt", "WarmUp"),
+    "session": ("Session",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,11 +13,21 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["GradBucket", "foreach_add_", "foreach_mul_", "foreach_norm", "no_buffer_sync"]
+__all__ = [
+    "GradBucket",
+    "PrefixStore",
+    "foreach_add_",
+    "foreach_mul_",
+    "foreach_norm",
+    "no_buffer_sync",
+    "rendezvous",
+]
 
 foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 foreach_mul_: Callable[..., None] = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm: Callable[..., list[torch.Tensor]] = torch._foreach_norm  # pyright: ignore
+PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+rendezvous = dist.rendezvous  # pyright: ignore[reportPrivateImportUsage]
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
 
 

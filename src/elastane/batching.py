@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from elastane import order
@@ -80,6 +81,10 @@ class BatchPolicy(Protocol):
         """Return the batch over all workers in samples."""
         ...
 
+    def num_parts(self, world_size: int) -> int:
+        """Return how many parts a batch is dealt in, which each want `min_samples`."""
+        ...
+
     def deal(
         self, start: int, stop: int, *, world: World, min_samples: int
     ) -> Sequence[tuple[int, int]]:
@@ -110,11 +115,16 @@ class LocalBatch:
         """Return `samples * world_size`."""
         return self.samples * world_size
 
+    def num_parts(self, world_size: int) -> int:
+        """Return `world_size`."""
+        return world_size
+
     def deal(
         self, start: int, stop: int, *, world: World, min_samples: int
     ) -> Sequence[tuple[int, int]]:
         """Return this worker's share, split into micro-batches."""
-        mine = order.split(start, stop, parts=world.world_size, part=world.rank)
+        least = min(min_samples, self.samples)
+        mine = _even_share(start, stop, world=world, min_samples=least)
         return _split_into(*mine, parts=self.micro_batches, min_samples=min_samples)
 
 
@@ -162,22 +172,40 @@ class GlobalBatch:
             rule = f"fewer than the {world_size} workers"
             way_out = "Raise it, or pass allow_idle_workers=True."
             raise ArgumentError(describe(name, parts, rule=rule, way_out=way_out))
-        if self.shares is not None and len(self.shares) != world_size:
-            rule = f"has {len(self.shares)} numbers for {world_size} workers"
-            way_out = "Give one share a worker, or None for even shares."
-            raise ArgumentError(describe("shares", self.shares, rule=rule, way_out=way_out))
+        if self.shares is not None:
+            self._check_shares(self.shares, parts=parts, world_size=world_size)
         return self.samples
+
+    def _check_shares(self, shares: Sequence[float], *, parts: int, world_size: int) -> None:
+        if len(shares) != world_size:
+            rule = f"has {len(shares)} numbers for {world_size} workers"
+            way_out = "Give one share a worker, or None for even shares."
+            raise ArgumentError(describe("shares", shares, rule=rule, way_out=way_out))
+        smallest = max(range(world_size), key=lambda part: (-shares[part], part))
+        begin, end = order.split(0, parts, parts=world_size, part=smallest, shares=shares)
+        if begin == end and not self.allow_idle_workers:
+            rule = f"leaves worker {smallest} without any of {parts} parts"
+            way_out = "Raise its share, or pass allow_idle_workers=True."
+            raise ArgumentError(describe("shares", shares, rule=rule, way_out=way_out))
+
+    def num_parts(self, world_size: int) -> int:
+        """Return the grid's micro-batches, so that no step depends on the workers, or them."""
+        return self.micro_batches or world_size
 
     def deal(
         self, start: int, stop: int, *, world: World, min_samples: int
     ) -> Sequence[tuple[int, int]]:
         """Return this worker's share of the samples, or of the grid's micro-batches."""
-        cut = {"parts": world.world_size, "part": world.rank, "shares": self.shares}
+        cut = partial(order.split, parts=world.world_size, part=world.rank, shares=self.shares)
         if self.micro_batches is not None:
             parts = max(min(self.micro_batches, (stop - start) // min_samples), 1)
-            first, last = order.split(0, parts, **cut)
+            first, last = cut(0, parts)
             return [order.split(start, stop, parts=parts, part=i) for i in range(first, last)]
-        begin, end = order.split(start, stop, **cut)
+        if self.shares is None:
+            least = min(min_samples, self.samples // world.world_size)
+            begin, end = _even_share(start, stop, world=world, min_samples=least)
+        else:
+            begin, end = cut(start, stop)
         limit = self.max_micro_batch or max(end - begin, 1)
         return _split_into(begin, end, parts=-(-(end - begin) // limit), min_samples=min_samples)
 
@@ -209,7 +237,7 @@ def plan_step(
         position,
         num_samples=num_samples,
         batch_samples=nominal,
-        min_tail_samples=min(min_samples * world.world_size, nominal),
+        min_tail_samples=min(min_samples * policy.num_parts(world.world_size), nominal),
         straddle=straddle,
     )
     ranges = policy.deal(position, stop, world=world, min_samples=min_samples)
@@ -220,6 +248,20 @@ def plan_step(
     return StepPlan(
         start=position, stop=stop, nominal_samples=nominal, micro_batches=tuple(micro_batches)
     )
+
+
+def _even_share(start: int, stop: int, *, world: World, min_samples: int) -> tuple[int, int]:
+    """Return a worker's even share.
+
+    A change of workers within an epoch can leave fewer than `min_samples` for each at its end:
+    then as many workers share them as can, and the others have none.
+    """
+    takers = world.world_size
+    if stop - start < takers * min_samples:
+        takers = max((stop - start) // min_samples, 1)
+    if world.rank >= takers:
+        return stop, stop
+    return order.split(start, stop, parts=takers, part=world.rank)
 
 
 def _split_into(

@@ -7,7 +7,7 @@ torch, of workers or of how the gradients were measured.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from elastane import noise
@@ -114,6 +114,11 @@ class StepController:
         """Whether the next step is one to measure."""
         return self.step % self._measuring.every == 0
 
+    def depends_on_gain(self, scale: float) -> bool:
+        """Whether the rule would answer differently if the gain at `scale` were not 1."""
+        alone = self._context(None, batch_samples=scale * self._base_batch_size)
+        return apply_rule(self._rule, alone) != apply_rule(self._rule, replace(alone, gain=scale))
+
     def resize_groups(self, num_groups: int) -> None:
         """Give groups that were added later averages and ramps of their own."""
         new = num_groups - len(self._averages)
@@ -143,25 +148,28 @@ class StepController:
         known = [average.read() for average in self._seen(averages)]
         present = [moments for moments in known if moments is not None]
         model = noise.total_moments(present) if present else None
-        context = self._context(model, scale=scale, batch_samples=batch_samples)
-        target, progress = apply_rule(self._rule, context)
-        targets = [target]
+        context = self._context(model, batch_samples=batch_samples)
+        whole = apply_rule(self._rule, context)
+        targets = [whole.factor]
         if len(known) > 1:
-            contexts = (
-                self._context(one, scale=scale, batch_samples=batch_samples) for one in known
-            )
-            targets = [apply_rule(self._rule, own).factor for own in contexts]
+            targets = self._targets(known, batch_samples=batch_samples)
+        lasting = targets
+        if batch_samples != nominal_samples:
+            # No ramp may start from the factor of one short batch, or hold it up.
+            lasting = self._targets(known, batch_samples=nominal_samples)
         ramps = tuple(
             self._compensated(ramp, target=wanted, batch_samples=nominal_samples, momentum=momentum)
-            for ramp, wanted in zip(self._ramps, targets, strict=True)
+            for ramp, wanted in zip(self._ramps, lasting, strict=True)
         )
-        held = [min(r.applied / wanted, 1.0) for r, wanted in zip(ramps, targets, strict=True)]
-        progress *= sum(held) / len(held)
+        held = [ramp.applied / wanted for ramp, wanted in zip(ramps, lasting, strict=True)]
+        factors = [ramp.applied for ramp in ramps]
+        if batch_samples != nominal_samples:
+            factors = [target * share for target, share in zip(targets, held, strict=True)]
         return Decision(
             scale=scale,
             gain=context.gain,
-            factors=tuple(ramp.applied for ramp in ramps),
-            progress=progress,
+            factors=tuple(factors),
+            progress=whole.progress * sum(min(one, 1.0) for one in held) / len(held),
             moments=model,
             averages=averages,
             ramps=ramps,
@@ -195,10 +203,12 @@ class StepController:
             ramp, target=target, batch_samples=batch_samples, momentum=momentum
         )
 
-    def _context(
-        self, moments: Moments | None, *, scale: float, batch_samples: float
-    ) -> StepContext:
-        gain = 1.0
+    def _targets(self, moments: Sequence[Moments | None], *, batch_samples: float) -> list[float]:
+        contexts = (self._context(one, batch_samples=batch_samples) for one in moments)
+        return [apply_rule(self._rule, context).factor for context in contexts]
+
+    def _context(self, moments: Moments | None, *, batch_samples: float) -> StepContext:
+        scale, gain = batch_samples / self._base_batch_size, 1.0
         if moments is not None:
             gain = noise.gain(moments, scale=scale, base_batch_size=self._base_batch_size)
         return StepContext(
@@ -224,20 +234,38 @@ class StepController:
         """Take up what `state_dict` described.
 
         Raises:
-            StateError: another number of groups, or other fields.
+            StateError: another number of groups, another way to average, or other fields.
+                Nothing has changed then.
         """
-        found, wanted = len(state["averages"]), len(self._averages)
-        if found != wanted:
+        missing = {"progress", "step", "averages", "ramps"} - set(state)
+        if missing:
+            raise StateError(f"the state of a step controller lacks {sorted(missing)}")
+        averages = tuple(MomentAverage.from_state_dict(one) for one in state["averages"])
+        ramps = tuple(_restored_ramp(one) for one in state["ramps"])
+        wanted = len(self._averages)
+        if {len(averages), len(ramps)} != {wanted}:
             message = (
-                f"the state has moments of {found} parameter groups and this session {wanted}: "
-                "build the optimizer with the same groups, and Measuring with the same `per`"
+                f"the state has moments of {len(averages)} parameter groups and this session "
+                f"{wanted}: build the optimizer with the same groups, and Measuring with the "
+                "same `per`"
             )
             raise StateError(message)
-        try:
-            ramps = tuple(RampState(**ramp) for ramp in state["ramps"])
-        except TypeError as error:
-            raise StateError(f"state of a ramp has other fields: {error}") from error
-        self._averages = tuple(MomentAverage.from_state_dict(one) for one in state["averages"])
-        self._ramps = ramps
+        averaging = self._measuring.averaging
+        other = [one.averaging for one in averages if one.averaging != averaging]
+        if other:
+            message = (
+                f"the moments in the state are averaged {other[0]!r} and this session's "
+                f"{averaging!r}: build Measuring with the same `averaging`"
+            )
+            raise StateError(message)
+        self._averages, self._ramps = averages, ramps
         self.progress = float(state["progress"])
         self.step = int(state["step"])
+
+
+def _restored_ramp(state: Mapping[str, Any]) -> RampState:
+    wanted = {one.name for one in fields(RampState)}
+    if set(state) != wanted:
+        message = f"state of a ramp has other fields: {dict(state)!r} instead of {sorted(wanted)}"
+        raise StateError(message)
+    return RampState(**state)

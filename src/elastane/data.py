@@ -120,6 +120,7 @@ class StreamLoader:
         self._options = options
         self._sampler = _RangeSampler(self.num_samples, options)
         self._loader: DataLoader[Any] | None = None
+        self._iterator: Any = None
 
     def read(self, ranges: Iterable[tuple[int, int]]) -> Iterator[Any]:
         """Return an iterator over the collated samples of each range, read ahead.
@@ -132,11 +133,14 @@ class StreamLoader:
         if self._loader is None:
             self._loader = self._build()
         self._sampler.ranges = ranges
-        return iter(self._loader)
+        self._iterator = iter(self._loader)
+        return self._iterator
 
     def close(self) -> None:
-        """End the loader processes."""
-        self._loader = None
+        """End the loader processes, also while somebody (or a traceback) holds an iterator."""
+        if self._options.num_workers and self._iterator is not None:
+            self._iterator._shutdown_workers()
+        self._loader = self._iterator = None
 
     def _build(self) -> DataLoader[Any]:
         options = self._options

@@ -103,12 +103,13 @@ class GradientTap:
     ) -> None:
         self._extras = extras
         self._process_group: dist.ProcessGroup | None = None
+        self._finds_unused = self._has_bucket_views = False
         self.set_groups(groups)
         self.begin(batch_samples=1.0)
 
     def set_groups(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Replace the groups, for parameters that joined the optimizer."""
-        self._parameters = [list(group) for group in groups]
+        self._parameters = [list(dict.fromkeys(group)) for group in groups]
         self._group_of = {
             id(parameter): number
             for number, group in enumerate(self._parameters)
@@ -123,11 +124,14 @@ class GradientTap:
             group: the data-parallel group.
         """
         self._process_group = group
+        self._finds_unused = replica.find_unused_parameters
+        self._has_bucket_views = replica.gradient_as_bucket_view
         replica.register_comm_hook(self, _average_bucket)
 
     def detach(self) -> None:
         """Forget the process group; the next steps are this process's own."""
         self._process_group = None
+        self._finds_unused = self._has_bucket_views = False
 
     def begin(self, *, batch_samples: float, measure: bool = True) -> None:
         """Open a window.
@@ -146,6 +150,7 @@ class GradientTap:
         self._means: dict[int, Tensor] = {}
         self._small: tuple[Tensor, dist.Work | None] | None = None
         self._failure: str | None = None
+        self._reduced_twice = False
         self._settled: Measurement | None = None
 
     def begin_micro_batch(self, weight: float) -> None:
@@ -168,12 +173,18 @@ class GradientTap:
         share = self._weight / self._batch_samples
         new = [p for p in gradients if id(p) not in self._set_aside]
         old = [p for p in gradients if id(p) in self._set_aside]
+        if self._has_bucket_views:  # which the next backward would overwrite
+            gradients.update((p, gradients[p].clone()) for p in new if gradients[p]._is_view())
         if new:
             foreach_mul_([gradients[p] for p in new], share)
             self._set_aside.update((id(p), gradients[p]) for p in new)
         if old:
             kept = [self._set_aside[id(p)] for p in old]
             foreach_add_(kept, [gradients[p] for p in old], alpha=share)
+        if self._finds_unused:
+            # DDP wants a gradient for all that was used since it last averaged.
+            for parameter, gradient in gradients.items():
+                parameter.grad = torch.zeros_like(gradient)
 
     def settle(self, *, loss_scale: float = 1.0) -> Measurement:
         """Finish the window: leave the mean gradient in `p.grad` and return the measurement.
@@ -184,9 +195,11 @@ class GradientTap:
             loss_scale: what the loss was multiplied by before backward.
 
         Raises:
-            UsageError: there was no backward in the last micro-batch.
+            UsageError: there was no backward in the last micro-batch, or more than one.
             CommunicationError: the group broke; the gradients are this worker's alone.
         """
+        if self._reduced_twice:
+            raise UsageError(_TWO_BACKWARDS)
         if self._settled is None:
             if self._process_group is None:
                 self._merge_own()
@@ -233,7 +246,7 @@ class GradientTap:
 
     def _grouped_sqr_norms(self, gradients: Mapping[Tensor, Tensor | None]) -> Tensor:
         """Return the squared norms of the groups' gradients, of shape (num_groups,)."""
-        device = self._parameters[0][0].device
+        device = next(iter(gradients)).device
         norms = [
             squared_norm_of_all(present)
             if (present := [g for p in group if (g := gradients.get(p)) is not None])
@@ -245,6 +258,7 @@ class GradientTap:
     def _reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         runs = self._runs(bucket)
+        self._reduced_twice |= self._small is not None
         if self._measure:
             self._local.append(self._segment_sqr_norms(buffer, runs) * self._weight)
         buffer.mul_(self._weight / self._batch_samples)
@@ -268,17 +282,25 @@ class GradientTap:
             foreach_add_(list(views), list(kept))
 
     def _all_reduce(self, buffer: Tensor) -> torch.futures.Future[list[Tensor]]:
+        work = self._start_sum(buffer)
+        if work is not None:
+            return work.get_future()
+        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
+        future.set_result([buffer])
+        return future
+
+    def _start_sum(self, tensor: Tensor) -> dist.Work | None:
+        """Start a SUM reduction, or note why there can be none."""
         if self._failure is None:
             try:
-                work = dist.all_reduce(buffer, group=self._process_group, async_op=True)
+                work = dist.all_reduce(tensor, group=self._process_group, async_op=True)
                 if work is not None:
-                    return work.get_future()
+                    return work
                 self._failure = "this process is no member of its group"
             except RuntimeError as error:
                 self._failure = str(error)
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result([buffer])
-        return future
+        return None
 
     def _measure_mean(
         self,
@@ -334,12 +356,7 @@ class GradientTap:
             for value in (self._extras() if self._extras else ())
         ]
         vector = torch.cat([local, known, flag, *extras])
-        work = None
-        if self._process_group is not None and self._failure is None:
-            try:
-                work = dist.all_reduce(vector, group=self._process_group, async_op=True)
-            except RuntimeError as error:
-                self._failure = str(error)
+        work = None if self._process_group is None else self._start_sum(vector)
         self._small = (vector, work)
 
     def _read(self, loss_scale: float) -> Measurement:
@@ -387,6 +404,10 @@ def _average_bucket(tap: GradientTap, bucket: GradBucket) -> torch.futures.Futur
 _NO_BACKWARD = (
     "step() without a gradient: no parameter of the optimizer has one; call session.backward(loss) "
     "or loss.backward() on a loss computed with session.model before each step()"
+)
+_TWO_BACKWARDS = (
+    "two backward passes in one micro-batch: DDP averages at each, so add up the losses and call "
+    "backward once before each step()"
 )
 _SPARSE = (
     "sparse gradients are not supported: build the embedding with sparse=False, "

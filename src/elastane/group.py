@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elastane import _env, replica
+from elastane._compat import PrefixStore, rendezvous
 from elastane.batching import World
 from elastane.gradients import GradientTap
 
@@ -53,14 +54,21 @@ def joined(
 
 @contextmanager
 def _open_group(world: World, *, device: torch.device) -> Iterator[dist.ProcessGroup | None]:
-    """Open the default group, nccl or gloo by device; one that is open is used and left open."""
+    """Open the default group, nccl or gloo by device; one that is open is used and left open.
+
+    Each opening has keys of its own in the launcher's store: a group that finds the addresses of
+    an earlier one waits for ever.
+    """
     if world.world_size == 1:
         yield None
     elif dist.is_initialized():
         yield dist.group.WORLD
     else:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=world.rank, world_size=world.world_size)
+        store, rank, world_size = next(rendezvous("env://", world.rank, world.world_size))
+        times_opened = store.add(f"elastane/opened/{rank}", 1)
+        fresh = PrefixStore(f"elastane/group/{times_opened}", store)
+        dist.init_process_group(backend, store=fresh, rank=rank, world_size=world_size)
         try:
             yield dist.group.WORLD
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Protocol
 
 from elastane.errors import ArgumentError, check_choice, describe
@@ -29,12 +30,12 @@ _SETTLED = 1e-9
 
 
 def ramp_position(steps_since_change: float, *, length: float) -> float:
-    """Return `a = min((t - t0) / T, 1)`; a length that is not above 0 means at once.
+    """Return `a = min((t - t0) / T, 1)`; a length below one step means at once.
 
     References:
         Lin et al., Dynamic Mini-batch SGD (2019), equation 6.
     """
-    return min(steps_since_change / length, 1.0) if length > 0 else 1.0
+    return min(steps_since_change / length, 1.0) if length >= 1 else 1.0
 
 
 def compensated_factor(start: float, target: float, *, position: float) -> float:
@@ -222,9 +223,9 @@ class NoiseMatchedRamp:
         )
 
 
-def _check_length(length: float) -> float:
-    if not math.isfinite(length) or length < 0:
-        rule = "a ramp's length must be a finite number of optimizer steps, 0 or more"
-        way_out = "Pass a number, or a function of (k, momentum) that returns one."
-        raise ArgumentError(describe("length", length, rule=rule, way_out=way_out))
-    return float(length)
+def _check_length(length: object) -> float:
+    if isinstance(length, Real) and math.isfinite(length) and float(length) >= 0:
+        return float(length)
+    rule = "a ramp's length must be a finite number of optimizer steps, 0 or more"
+    way_out = "Pass a number, or a function of (k, momentum) that returns one."
+    raise ArgumentError(describe("length", length, rule=rule, way_out=way_out))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from elastane.errors import ArgumentError, StateError, check_choice, describe
 
@@ -120,11 +120,14 @@ def gain(moments: Moments, *, scale: float, base_batch_size: float) -> float:
     References:
         Johnson et al., AdaScale SGD (2020), algorithm 2; `S` below 1 is ours.
     """
-    variance = max(moments.variance, 0.0) / base_batch_size
-    sqr_norm = max(moments.sqr_norm, 0.0)
-    if sqr_norm == 0:
-        return 1.0 if moments.variance == 0 and moments.sqr_norm == 0 else scale
-    ratio = (variance + sqr_norm) / (variance / scale + sqr_norm)
+    if moments.variance == 0 and moments.sqr_norm == 0:
+        return 1.0
+    if moments.sqr_norm <= 0:
+        return scale
+    noise = noise_scale(moments) / base_batch_size  # sigma^2 / mu^2: sums can't overflow
+    if math.isinf(noise):
+        return scale
+    ratio = (noise + 1) / (noise / scale + 1)
     return min(max(ratio, min(1.0, scale)), max(1.0, scale))
 
 
@@ -252,8 +255,13 @@ class MomentAverage:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, float | int | str]) -> MomentAverage:
-        """Return the average that `state_dict` described."""
-        try:
-            return cls(**state)  # pyright: ignore[reportArgumentType]
-        except TypeError as error:
-            raise StateError(f"state of a moment average has other fields: {error}") from error
+        """Return the average that `state_dict` described.
+
+        Raises:
+            StateError: other fields, or an unknown way to average.
+        """
+        wanted = {one.name for one in fields(cls)}
+        if set(state) != wanted or state["averaging"] not in AVERAGES:
+            message = f"state of a moment average has other fields: {dict(state)!r}"
+            raise StateError(f"{message} instead of {sorted(wanted)}")
+        return cls(**state)  # pyright: ignore[reportArgumentType]

@@ -33,13 +33,17 @@ def scaled_lr(optimizer: Optimizer, factors: Sequence[float]) -> Iterator[None]:
     Args:
         optimizer: any torch optimizer.
         factors: one for every parameter group, or a single one for all.
+
+    Raises:
+        ArgumentError: different factors for groups that share one tensor as their lr.
     """
     groups = optimizer.param_groups
     each = list(factors) * len(groups) if len(factors) == 1 else list(factors)
+    _check_shared_lrs(groups, each)
     saved = [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in groups]
     try:
-        for group, factor in zip(groups, each, strict=True):
-            _set_lr(group, group["lr"] * factor)
+        for group, lr, factor in zip(groups, saved, each, strict=True):
+            _set_lr(group, lr * factor)
         yield
     finally:
         for group, lr in zip(groups, saved, strict=True):
@@ -51,6 +55,16 @@ def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
         group["lr"].copy_(torch.as_tensor(lr))
     else:
         group["lr"] = float(lr)
+
+
+def _check_shared_lrs(groups: Sequence[Mapping[str, Any]], factors: Sequence[float]) -> None:
+    seen: dict[int, float] = {}
+    for group, factor in zip(groups, factors, strict=False):
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and seen.setdefault(id(lr), factor) != factor:
+            rule = "differ between parameter groups that share one tensor as their lr"
+            way_out = "Give each group a tensor of its own."
+            raise ArgumentError(describe("factors", list(factors), rule=rule, way_out=way_out))
 
 
 def momentum_of(optimizer: Optimizer) -> float:
@@ -169,13 +183,21 @@ class Schedule:
                 "other way round: pass the same kind of schedule"
             )
             raise StateError(message)
-        self._moved = int(state["moved"])
-        self._base_lrs = [float(lr) for lr in state["base_lrs"]]
+        groups, base_lrs = self._optimizer.param_groups, state["base_lrs"]
+        lrs: Sequence[float | Tensor] = [group["lr"] for group in groups]
         if self._scheduler is not None:
             self._scheduler.load_state_dict(dict(state["scheduler"]))
             lrs = self._scheduler.get_last_lr()
-            for group, lr in zip(self._optimizer.param_groups, lrs, strict=True):
-                _set_lr(group, lr)
+        if len(lrs) != len(groups) or len(base_lrs) > len(groups):
+            message = (
+                "the state's schedule has another number of parameter groups than this optimizer's "
+                f"{len(groups)}: build it with the same groups"
+            )
+            raise StateError(message)
+        for group, lr in zip(groups, lrs, strict=True):
+            _set_lr(group, lr)
+        self._moved = int(state["moved"])
+        self._base_lrs[: len(base_lrs)] = [float(lr) for lr in base_lrs]
         self._apply(progress)
 
 

@@ -189,7 +189,7 @@ class WarmUp:
         >>> now = StepContext(scale=16, gain=4, progress=27.5, num_steps=1000, step=3,
         ...                   batch_samples=256, base_batch_size=16)
         >>> WarmUp(rule=Linear())(now)
-        Scaling(factor=8.5, progress=16)
+        Scaling(factor=8.5, progress=16.0)
 
     References:
         Johnson et al., AdaScale SGD (2020), section 4: 5.5 % of the steps.
@@ -209,21 +209,22 @@ class WarmUp:
 
 
 def apply_rule(rule: Rule, now: StepContext) -> Scaling:
-    """Return the rule's scaling, checked.
+    """Return the rule's scaling, checked, as plain floats.
 
     Raises:
-        ArgumentError: the rule returned no pair, or a number that is not finite and above 0.
+        ArgumentError: the rule returned no pair of numbers, or one not finite and above 0.
     """
     result = rule(now)
     try:
         scaling = Scaling(*result)
+        usable = [math.isfinite(value) and value > 0 for value in scaling]
     except TypeError as error:
         way_out = "Return (factor, progress), for example elastane.scaling.Scaling(1.0, 1.0)."
         message = describe("rule", rule, rule=f"returned {result!r}", way_out=way_out)
         raise ArgumentError(message) from error
-    for name, value in zip(Scaling._fields, scaling, strict=True):
-        if not (math.isfinite(value) and value > 0):
+    for name, value, good in zip(Scaling._fields, scaling, usable, strict=True):
+        if not good:
             shown = f"returned {name}={value!r} at scale {now.scale:g}, gain {now.gain:g}"
             way_out = "Both factor and progress must be finite and above 0."
             raise ArgumentError(describe("rule", rule, rule=shown, way_out=way_out))
-    return scaling
+    return Scaling(*map(float, scaling))

@@ -57,7 +57,8 @@ class SessionState:
         """Take up a state.
 
         Raises:
-            StateError: saved by another version, or by a run with another identity.
+            StateError: saved by another version, or by a run with another identity; nothing has
+                changed then.
         """
         for name, own in self._identity.items():
             if state.get(name) != own:
@@ -66,6 +67,18 @@ class SessionState:
                     f"{own!r}: resume with what the run was started with"
                 )
                 raise StateError(message)
+        own = self.state_dict()
+        try:
+            self._take(state)
+        except (KeyError, TypeError, StateError) as error:
+            self._take(own)
+            if isinstance(error, StateError):
+                raise
+            raise StateError(
+                f"the state lacks something, or has it in another form: {error!r}"
+            ) from error
+
+    def _take(self, state: Mapping[str, Any]) -> None:
         self._loop.stepper.controller.load_state_dict(state["controller"])
         self._loop.stepper.load_state_dict(state["stepper"])
         set_rng_state(state["rng"], rank=self._rank, device=self._device)

@@ -6,6 +6,7 @@ Joins gradient tap, controller and scaled step; knows nothing of data, models or
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class Stepper:
         self.tap = GradientTap(parameter_groups(optimizer, per=per), extras=self._all_extras)
         self._loss_sum: float | Tensor = 0.0
         self._loss_weight = 0.0
+        self._warned = False
 
     def open(self, plan: StepPlan) -> None:
         """Open a window for a plan; parameters that joined the optimizer are taken up."""
@@ -136,6 +138,7 @@ class Stepper:
             nominal_samples=self._plan.nominal_samples,
             momentum=momentum_of(self._optimizer),
         )
+        self._warn_if_blind(measurement, decision)
         if self._scaler is not None:
             self._unscale(self._scaler)
         lr = float(self._optimizer.param_groups[0]["lr"]) * decision.factors[0]
@@ -181,6 +184,15 @@ class Stepper:
         self._scaled_step.step(decision.factors, progress=progress, scaler=self._scaler)
         self.controller.commit(decision)
 
+    def _warn_if_blind(self, measurement: Measurement, decision: Decision) -> None:
+        """Warn once if the rule wants a gain that this way of batching can't measure."""
+        if self._warned or measurement.num_gradients != 1 or decision.moments is not None:
+            return
+        scale = decision.scale * self._plan.nominal_samples / self._plan.batch_samples
+        if scale != 1 and self.controller.depends_on_gain(scale):
+            self._warned = True
+            warnings.warn(_BLIND.format(scale=scale), stacklevel=5)
+
     def _unscale(self, scaler: GradScaler) -> None:
         try:
             scaler.unscale_(self._optimizer)
@@ -193,3 +205,10 @@ class Stepper:
 
     def _count(self) -> int:
         return sum(len(group["params"]) for group in self._optimizer.param_groups)
+
+
+_BLIND = (
+    "the batch is {scale:g} base batches, but with one gradient a step (one worker, one "
+    "micro-batch) the gain can't be measured and stays 1: split the batch, for example "
+    "LocalBatch(samples, micro_batches=2)"
+)

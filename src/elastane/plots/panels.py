@@ -121,12 +121,14 @@ def _loss_curves(runs: Sequence[Run]) -> list[Curve]:
 
 
 def _metric_curves(runs: Sequence[Run], name: str) -> list[Curve]:
+    """Return a metric's curves; values that were taken once a run stand in the table alone."""
     curves = [Curve(run_index=index, line=run.metric(name)) for index, run in enumerate(runs)]
-    return [curve for curve in curves if curve.line.values.size]
+    longest = max((curve.line.values.size for curve in curves), default=0)
+    return [curve for curve in curves if curve.line.values.size] if longest > 1 else []
 
 
 def _metric_label(name: str) -> str:
-    return "validation\n" + name.replace("_", " ")
+    return "evaluation:\n" + name.replace("_", " ")
 
 
 def _noise_curves(runs: Sequence[Run]) -> list[Curve]:

@@ -1,0 +1,1 @@
+"""Examples that run on real data from package registries."""
