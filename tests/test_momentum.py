@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import asdict
+from fractions import Fraction
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,7 +141,7 @@ def test_a_change_in_the_middle_of_a_ramp_starts_where_the_ramp_is():
     assert found == [1.0, 1.25, 1.5, 1.5, 2.125, 2.75, 3.375, 4.0, 4.0]
 
 
-def test_a_chained_change_takes_its_length_from_the_ratio_of_the_last_two_batches():
+def test_a_chained_change_takes_its_length_from_the_batches_or_from_what_is_still_to_go():
     asked = []
 
     def length(ratio, momentum):
@@ -146,7 +149,15 @@ def test_a_chained_change_takes_its_length_from_the_ratio_of_the_last_two_batche
         return 3
 
     factors(MomentumRamp(length=length, shrink="ramp"), [32, 32, 96, 96, 96, 96, 24])
-    assert asked == [(2.0, 0.9), (3.0, 0.9), (0.25, 0.9)]
+    # At the second change the ramp stands at 4/3 of 2 and goes to 6: 4.5 times, not 3.
+    assert asked == [(2.0, 0.9), (pytest.approx(4.5), 0.9), (0.25, 0.9)]
+
+
+def test_a_step_back_in_the_middle_of_growth_does_not_make_the_rest_of_the_way_steep():
+    # 16 -> 256, and two steps later -> 128: the way from 1.1 to 8 still takes 8 * 8 / 1.1 steps.
+    found = factors(MomentumRamp(), [256, 256] + [128] * 200)
+    assert max(b / a for a, b in itertools.pairwise(found)) < 1.12
+    assert found[-1] == 8.0
 
 
 def test_a_shrink_drops_at_once_by_default_and_ramps_on_request():
@@ -416,3 +427,32 @@ def test_an_unknown_shrink_is_refused_with_the_choices():
     with pytest.raises(ArgumentError, match="shrink='drop'") as caught:
         MomentumRamp(shrink="drop")
     assert "'immediate', 'ramp'" in str(caught.value)
+
+
+def documented_peaks():
+    page = Path(__file__).parents[1] / "docs" / "mathematics.md"
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines()]
+    return {
+        row[0]: [float(cell) for cell in row[1:]]
+        for row in rows
+        if len(row) == 5 and row[0] in {"2", "4", "16", "1/2", "1/4", "1/16"}
+    }
+
+
+@pytest.mark.parametrize(("ratio", "written"), documented_peaks().items())
+def test_the_peaks_in_the_documentation_are_what_the_ramps_do(ratio, written):
+    ratio = float(Fraction(ratio))
+    immediate, ramps = MomentumRamp(length=0), {"shrink": "ramp"}
+    kinds = [immediate, MomentumRamp(length=8, **ramps), MomentumRamp(**ramps), NoiseMatchedRamp()]
+    for kind, peak in zip(kinds, written, strict=True):
+        variance, worst = 1.0, 0.0
+        state = kind(RampState(), target=1.0, batch_samples=16, momentum=0.9)
+        for _ in range(300):
+            state = kind(state, target=ratio, batch_samples=16 * ratio, momentum=0.9)
+            variance = 0.81 * variance + 0.19 / ratio
+            worst = max(worst, state.applied**2 * variance / ratio)
+        assert worst == pytest.approx(peak, abs=0.0051)
+
+
+def test_the_documentation_has_all_rows_of_the_table():
+    assert len(documented_peaks()) == 6

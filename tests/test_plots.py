@@ -237,9 +237,12 @@ def test_a_run_of_one_step_can_be_drawn(tmp_path):
 def test_each_metric_has_a_panel_of_its_own(tmp_path):
     evaluation = {"step": 2, "progress": 3.0, "num_samples": 10, "seconds": 0.1}
     metrics = {"metric_top_1": 0.5, "metric_loss": 2.0, "metric_unknown": None}
-    run_dir = write_events(tmp_path / "run", *few_steps(2), ("evaluation", evaluation | metrics))
+    first = ("evaluation", evaluation | metrics | {"metric_once": 1.0})
+    later = ("evaluation", evaluation | metrics | {"progress": 4.0})
+    run_dir = write_events(tmp_path / "run", *few_steps(2), first, later)
     shown = [panel.label for panel in panels(read_runs([run_dir]))]
-    assert shown[1:3] == ["validation\ntop 1", "validation\nloss"]
+    assert shown[1:3] == ["evaluation:\ntop 1", "evaluation:\nloss"]
+    assert not any("once" in label for label in shown), "a single value stands in the table alone"
     assert not any("unknown" in label for label in shown)
 
 

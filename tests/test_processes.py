@@ -232,6 +232,59 @@ def linear(now: Any) -> tuple[float, float]:
     return now.scale, now.scale
 
 
+def noisy_line() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.rand(1000, 1, generator=generator) * 2 - 1
+    return inputs, 3 + 4 * inputs + torch.randn(1000, 1, generator=generator)
+
+
+def fit_a_line(keywords: dict[str, Any]) -> dict[str, Any]:
+    inputs, targets = noisy_line()
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = Session(
+        model,
+        optimizer=optimizer,
+        dataset=TensorDataset(inputs, targets),
+        base_batch_size=32,
+        num_epochs=60,
+        batch=LocalBatch(32, micro_batches=2),
+        progress_bar=False,
+    )
+    parts = {"model": session.model, "optimizer": optimizer, "session": session}
+    if keywords["state"] is not None:
+        for name, state in torch.load(keywords["state"], weights_only=True).items():
+            parts[name].load_state_dict(state)
+    with session:
+        for x, y in session:
+            session.backward((session.model(x) - y).square().mean())
+            result = session.step()
+            if result is not None and result.progress >= keywords["until"]:
+                break
+        if session.world.rank == 0:
+            states = {name: part.state_dict() for name, part in parts.items()}
+            torch.save(states, keywords["save"])
+    return {"slope": model.weight.item(), "intercept": model.bias.item()}
+
+
+@pytest.mark.parametrize("worlds", [[2], [4], [1, 4, 2]], ids=str)
+def test_linear_regression_finds_its_coefficients_in_any_worlds(
+    worlds: list[int], tmp_path: Path
+) -> None:
+    state = None
+    for number, world_size in enumerate(worlds, start=1):
+        until = 1920 * number / len(worlds)
+        keywords = {"state": state, "save": tmp_path / f"{number}", "until": until}
+        records = run_workers(fit_a_line, keywords, world_size=world_size, folder=tmp_path)
+        state = tmp_path / f"{number}"
+    inputs, targets = noisy_line()
+    design = torch.cat([inputs, torch.ones_like(inputs)], 1)
+    slope, intercept = torch.linalg.lstsq(design, targets).solution[:, 0].tolist()
+    for record in records:
+        assert record["slope"] == pytest.approx(slope, abs=0.1)
+        assert record["intercept"] == pytest.approx(intercept, abs=0.1)
+
+
 class Branches(nn.Module):
     """A model with a frozen layer, a shared one, and a branch that one rank alone takes."""
 

@@ -24,6 +24,7 @@ def run_workers(
     world_size: int,
     folder: Path,
     timeout_s: float = 90,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Run `function(*arguments)` in each of `world_size` processes and return what they returned.
 
@@ -34,7 +35,7 @@ def run_workers(
     folder.mkdir(parents=True)
     processes = [
         _CONTEXT.Process(
-            target=_work, args=(function, arguments, rank, world_size, folder), daemon=False
+            target=_work, args=(function, arguments, rank, world_size, folder, backend)
         )
         for rank in range(world_size)
     ]
@@ -62,12 +63,13 @@ def _work(
     rank: int,
     world_size: int,
     folder: Path,
+    backend: str,
 ) -> None:
     torch.set_num_threads(1)
     try:
         if world_size > 1:
             dist.init_process_group(
-                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+                backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size
             )
         torch.save(function(*arguments), folder / f"result-{rank}")
         if world_size > 1:

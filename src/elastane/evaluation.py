@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from elastane import order
 from elastane.batching import World
 from elastane.data import LoaderOptions, StreamLoader
-from elastane.errors import check_whole
+from elastane.errors import ArgumentError, check_whole, describe
 
 __all__ = ["Evaluation", "evaluate"]
 
@@ -67,24 +67,30 @@ def evaluate(
         batch_size: samples a call.
         world: this worker's place.
         group: group over which to add up, `None` for one worker.
+
+    Raises:
+        ArgumentError: a batch size that is no whole number above 0, or no sums.
     """
     began = time.perf_counter()
     check_whole("batch_size", batch_size, at_least=1, way_out="Samples of one call.")
     loader = StreamLoader(dataset, options=replace(options, shuffle=False, num_workers=0))
     start, stop = order.split(0, loader.num_samples, parts=world.world_size, part=world.rank)
     ranges = [(i, min(i + batch_size, stop)) for i in range(start, stop, batch_size)]
-    share = 1.0
-    if not ranges:
-        ranges, share = [(0, 1)], 0.0
+    has_samples = bool(ranges)
     totals: dict[str, torch.Tensor] = {}
     with _evaluation_mode(model), torch.no_grad():
-        for batch in loader.read(ranges):
+        for batch in loader.read(ranges or [(0, 1)]):
             for name, value in function(model, batch).items():
                 value = torch.as_tensor(value).detach().double().reshape(())
                 totals[name] = totals[name] + value if name in totals else value
+    if not totals:
+        rule, way_out = "returned no sums", 'Return for example {"correct": number_of_hits}.'
+        raise ArgumentError(describe("function", function, rule=rule, way_out=way_out))
     names = sorted(totals)
     device = next(model.parameters()).device
-    sums = torch.stack([totals[name].to(device) for name in names]) * share
+    sums = torch.stack([totals[name].to(device) for name in names])
+    if not has_samples:
+        sums.zero_()
     if group is not None:
         dist.all_reduce(sums, group=group)
     return Evaluation(

@@ -140,9 +140,11 @@ class MomentumRamp:
 
         factor_t = f0 + min((t - t0) / T, 1) (rule_t - f0)
 
-    A change in the middle of a ramp starts from where the ramp is. On a shrink (the rule asks for
-    less than `f0`) the factor drops at once by default: a ramp would keep a large learning rate
-    on the noise of a small batch. Without momentum there is nothing old to wait for, and no ramp.
+    A change in the middle of a ramp starts from where the ramp is; `k` is then the larger of the
+    ratio of batches and the ratio of factors still to go, so that no ramp gets steep. On a shrink
+    (the rule asks for less than `f0`) the factor drops at once by default: a ramp would keep a
+    large learning rate on the noise of a small batch. Without momentum there is nothing old to
+    wait for, and no ramp.
 
     Attributes:
         length: `T` in optimizer steps: a number, or a function of (k, momentum). What the paper
@@ -180,7 +182,7 @@ class MomentumRamp:
             state = RampState(batch_samples=batch_samples, start=target)
         elif batch_samples != state.batch_samples:
             drops = target < state.applied and self.shrink == "immediate"
-            ratio = batch_samples / state.batch_samples
+            ratio = max(batch_samples / state.batch_samples, target / state.applied)
             length = 0.0 if drops or momentum == 0 else self._length(ratio, momentum)
             state = RampState(batch_samples=batch_samples, start=state.applied, length=length)
         position = ramp_position(state.steps, length=state.length)

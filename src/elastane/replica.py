@@ -34,6 +34,7 @@ _OWN_DDP_ARGUMENTS = {
     "self",
     "module",
     "process_group",
+    "device_mesh",
     "broadcast_buffers",
     "forward_sync_buffers",
 }
@@ -76,14 +77,20 @@ def fewest_samples(model: nn.Module) -> int:
 def idle_batch_norm(model: nn.Module) -> Iterator[None]:
     """Keep batch statistics out of the running averages for the length of a block."""
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    saved = [layer.momentum for layer in layers]
+    saved = [(layer.momentum, _copied(layer.num_batches_tracked)) for layer in layers]
     try:
         for layer in layers:
             layer.momentum = 0.0
         yield
     finally:
-        for layer, momentum in zip(layers, saved, strict=True):
+        for layer, (momentum, count) in zip(layers, saved, strict=True):
             layer.momentum = momentum
+            if layer.num_batches_tracked is not None and count is not None:
+                layer.num_batches_tracked.copy_(count)
+
+
+def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def wrap(

@@ -42,8 +42,10 @@ def set_rng_state(state: Mapping[str, Any], *, rank: int, device: torch.device) 
     """Restore the generators.
 
     The rank that saved the state gets it back to the bit. Every other rank is seeded from the
-    state and its own number, so that the workers' dropout masks stay different.
+    state and its own number, so that the workers' dropout masks stay different. The state's
+    tensors may lie on any device, as `torch.load(map_location=...)` leaves them.
     """
+    state = {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
     if state["rank"] != rank:
         text = state["torch"].numpy().tobytes() + str(rank).encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
