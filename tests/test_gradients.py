@@ -431,6 +431,21 @@ def test_one_bad_micro_batch_makes_the_step_not_finite_and_the_next_is_clean(
     check(measurement, model, expected(model, batches, weights=[2, 2, 2], groups=groups))
 
 
+def test_squares_that_overflow_make_the_step_not_finite_though_the_mean_is():
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    tap = GradientTap([[weight]])
+    tap.begin(batch_samples=2)
+    for number, huge in enumerate((1e200, -1e200)):
+        tap.begin_micro_batch(1)
+        (weight * huge).sum().backward()
+        if number == 0:
+            tap.set_aside()
+    measurement = tap.settle()
+    assert measurement.mean_sqr_norms == (0.0,)
+    assert not measurement.finite
+    assert measurement.moments() is None
+
+
 @pytest.mark.parametrize("ddp", [False, True])
 def test_without_measuring_the_mean_norm_flag_and_extras_still_come(ddp, group):
     model, batches = make_model(), make_batches([2, 1])
@@ -743,21 +758,23 @@ def refuse(*_args, **_kwargs):
     raise RuntimeError("connection closed by peer")
 
 
-def break_nth_collective(monkeypatch, number, breaker):
-    """Let the collectives before number `number` through and break the rest."""
+def break_collectives(monkeypatch, number, breaker, *, only):
+    """Break the collective number `number`, and those after it unless it is to be the only one."""
     real, calls = dist.all_reduce, []
 
     def all_reduce(tensor, **options):
         calls.append(None)
-        return breaker(tensor) if len(calls) > number else real(tensor, **options)
+        broken = len(calls) == number + 1 if only else len(calls) > number
+        return breaker(tensor) if broken else real(tensor, **options)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
 
 
 @pytest.mark.parametrize("breaker", [refuse, lambda _: BrokenWork(), lambda _: None])
 @pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("only", [False, True])
 def test_a_communication_error_is_raised_by_settle_and_never_in_backward(
-    breaker, number, group, monkeypatch
+    breaker, number, only, group, monkeypatch
 ):
     """Number 0 and 1 are buckets, 2 is the small reduction."""
     model, batches = make_model(), make_batches([2, 1])
@@ -767,7 +784,7 @@ def test_a_communication_error_is_raised_by_settle_and_never_in_backward(
         run_window(tap, wrapper, batches, weights=[2, 1])
     assert len(tap._means) > 1
     with monkeypatch.context() as patch:
-        break_nth_collective(patch, number, breaker)
+        break_collectives(patch, number, breaker, only=only)
         model.zero_grad()
         tap.begin(batch_samples=2)
         tap.begin_micro_batch(2)

@@ -202,7 +202,8 @@ class GlobalBatch:
             first, last = cut(0, parts)
             return [order.split(start, stop, parts=parts, part=i) for i in range(first, last)]
         if self.shares is None:
-            least = min(min_samples, self.samples // world.world_size)
+            most = self.samples // world.world_size
+            least = min_samples if self.allow_idle_workers else min(min_samples, most)
             begin, end = _even_share(start, stop, world=world, min_samples=least)
         else:
             begin, end = cut(start, stop)
@@ -253,8 +254,9 @@ def plan_step(
 def _even_share(start: int, stop: int, *, world: World, min_samples: int) -> tuple[int, int]:
     """Return a worker's even share.
 
-    A change of workers within an epoch can leave fewer than `min_samples` for each at its end:
-    then as many workers share them as can, and the others have none.
+    Where there are fewer than `min_samples` for each, as many workers share them as can and the
+    others have none: with idle workers allowed, or at the end of an epoch in which the workers
+    changed.
     """
     takers = world.world_size
     if stop - start < takers * min_samples:
