@@ -435,11 +435,13 @@ def test_evaluation_deals_each_sample_once_without_padding(
 
 
 def train_idle() -> dict[str, Any]:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).double()
     session, _ = build_session(
         model,
         dataset=Digits(dtype=FLOAT64),
         batch=GlobalBatch(2, allow_idle_workers=True),
+        rule=linear,
         num_steps=1e9,
         schedule=None,
     )

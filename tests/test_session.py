@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR
@@ -26,8 +27,9 @@ from elastane import (
     Measuring,
     Session,
 )
-from elastane.errors import NonFiniteError, StateError, UsageError
+from elastane.errors import NonFiniteError, StateError, UnsupportedError, UsageError
 from elastane.order import stream_indices
+from elastane.replica import Replica, without_sync, wrap
 from elastane.telemetry import EVENT_FIELDS, read_events
 
 
@@ -754,3 +756,34 @@ def test_a_gain_rule_that_can_measure_nothing_is_warned_of() -> None:
 def test_the_top_level_holds_what_the_readme_uses() -> None:
     assert elastane.Session is Session
     assert {"Session", "AdaScale", "LocalBatch"} <= set(dir(elastane))
+
+
+def test_static_graph_with_accumulation_is_refused_by_name(tmp_path: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = Replica(build_model())
+        model.use(wrap(model.inner, group=dist.group.WORLD, options={"static_graph": True}))
+        with pytest.raises(UnsupportedError, match="static_graph"):
+            without_sync(model)
+        model.use(None)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("start_method", "spawn"), ("timeout_s", 3.0), ("worker_init_fn", print)],
+)
+def test_loader_options_that_have_no_effect_are_warned_of(name: str, value: Any) -> None:
+    with pytest.warns(UserWarning, match=f"{name} has no effect with num_workers=0"):
+        LoaderOptions(**{name: value})
+    LoaderOptions(num_workers=1, **{name: value})
+
+
+def test_attributes_set_on_the_sessions_model_reach_the_users_model() -> None:
+    model = build_model()
+    session, _ = build_session(model)
+    session.model.note = "kept"
+    session.model.added = nn.Linear(2, 2)
+    assert model.note == "kept"
+    assert "added.weight" in model.state_dict()

@@ -21,6 +21,7 @@ __all__ = [
     "foreach_norm",
     "no_buffer_sync",
     "rendezvous",
+    "shut_down_loader",
 ]
 
 foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
@@ -39,3 +40,8 @@ def no_buffer_sync() -> dict[str, Any]:
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     known = "forward_sync_buffers" in parameters
     return {"forward_sync_buffers" if known else "broadcast_buffers": False}
+
+
+def shut_down_loader(iterator: Any) -> None:
+    """End the processes of a multi-process `DataLoader` iterator, whoever still holds it."""
+    iterator._shutdown_workers()

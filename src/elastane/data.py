@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.context
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from elastane import order
+from elastane._compat import shut_down_loader
 from elastane.errors import (
     ArgumentError,
     UnsupportedError,
@@ -66,11 +68,23 @@ class LoaderOptions:
         check_whole("prefetch_factor", self.prefetch_factor, at_least=1, way_out="2 is usual.")
         if self.start_method is not None:
             check_choice("start_method", self.start_method, START_METHODS)
+        if self.num_workers == 0:
+            self._warn_of_idle_options()
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             way_out = "Any int, also negative."
             raise ArgumentError(
                 describe("seed", self.seed, rule="must be a whole number", way_out=way_out)
             )
+
+    def _warn_of_idle_options(self) -> None:
+        given = {
+            "start_method": self.start_method is not None,
+            "timeout_s": self.timeout_s != 0,
+            "worker_init_fn": self.worker_init_fn is not None,
+        }
+        for name, is_given in given.items():
+            if is_given:
+                warnings.warn(f"{name} has no effect with num_workers=0", stacklevel=4)
 
 
 class _RangeSampler(Sampler[list[int]]):
@@ -103,6 +117,7 @@ class StreamLoader:
     Args:
         dataset: map-style dataset with a length.
         options: order and loading.
+        rank: this worker's; seeds its loader processes, so that workers augment differently.
 
     Raises:
         UnsupportedError: an iterable dataset.
@@ -114,10 +129,13 @@ class StreamLoader:
         [tensor([2, 3]), tensor([0, 1, 2])]
     """
 
-    def __init__(self, dataset: Dataset[Any] | Any, *, options: LoaderOptions) -> None:
+    def __init__(
+        self, dataset: Dataset[Any] | Any, *, options: LoaderOptions, rank: int = 0
+    ) -> None:
         self.num_samples = _length(dataset)
         self._dataset = dataset
         self._options = options
+        self._rank = rank
         self._sampler = _RangeSampler(self.num_samples, options)
         self._loader: DataLoader[Any] | None = None
         self._iterator: Any = None
@@ -139,7 +157,7 @@ class StreamLoader:
     def close(self) -> None:
         """End the loader processes, also while somebody (or a traceback) holds an iterator."""
         if self._options.num_workers and self._iterator is not None:
-            self._iterator._shutdown_workers()
+            shut_down_loader(self._iterator)
         self._loader = self._iterator = None
 
     def _build(self) -> DataLoader[Any]:
@@ -159,7 +177,7 @@ class StreamLoader:
             num_workers=options.num_workers,
             collate_fn=options.collate_fn,
             pin_memory=options.pin_memory,
-            generator=torch.Generator().manual_seed(options.seed % 2**63),
+            generator=torch.Generator().manual_seed((options.seed + self._rank * 2**32) % 2**63),
             **parallel,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,7 +73,12 @@ def evaluate(
     """
     began = time.perf_counter()
     check_whole("batch_size", batch_size, at_least=1, way_out="Samples of one call.")
-    loader = StreamLoader(dataset, options=replace(options, shuffle=False, num_workers=0))
+    loader = StreamLoader(
+        dataset,
+        options=LoaderOptions(
+            shuffle=False, collate_fn=options.collate_fn, pin_memory=options.pin_memory
+        ),
+    )
     start, stop = order.split(0, loader.num_samples, parts=world.world_size, part=world.rank)
     ranges = [(i, min(i + batch_size, stop)) for i in range(start, stop, batch_size)]
     has_samples = bool(ranges)

@@ -43,7 +43,7 @@ class Feed:
         world: World,
         min_samples: int,
     ) -> None:
-        self._loader = StreamLoader(dataset, options=options)
+        self._loader = StreamLoader(dataset, options=options, rank=world.rank)
         _check_enough_samples(self._loader.num_samples, world=world, min_samples=min_samples)
         self._options = options
         self._policy = policy

@@ -4,9 +4,7 @@ One process or DDP, any number of micro-batches. Knows nothing of rules, data, s
 generations; what others want summed over the workers rides along as opaque extra values.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,59 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from elastane import noise
 from elastane._compat import GradBucket, foreach_add_, foreach_mul_
 from elastane.errors import CommunicationError, UnsupportedError, UsageError
+from elastane.measurement import Measurement, read_measurement
 from elastane.norms import squared_norm, squared_norm_of_all
 
-__all__ = ["Extra", "GradientTap", "Measurement"]
+__all__ = ["Extra", "GradientTap"]
 
 Extra = float | Tensor
 """A value to be summed over the ranks with the step's statistics."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """What one step's gradients said; the same on every rank to the bit.
-
-    Attributes:
-        weighted_sqr_norms: `sum b_i |g_i|^2` a group, `None` for a step that was not measured.
-        mean_sqr_norms: `|g|^2` a group.
-        batch_samples: `B`.
-        num_gradients: `n`, micro-batches of all workers with a weight above 0.
-        weight: sum of all weights; `B` unless the user weighted by something else.
-        finite: whether every gradient on every rank was finite.
-        extras: sums over the ranks of the extra values.
-    """
-
-    weighted_sqr_norms: tuple[float, ...] | None
-    mean_sqr_norms: tuple[float, ...]
-    batch_samples: float
-    num_gradients: int
-    weight: float
-    finite: bool
-    extras: tuple[float, ...]
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm of the mean gradient over all groups."""
-        return math.sqrt(math.fsum(self.mean_sqr_norms))
-
-    def moments(self) -> list[noise.Moments] | None:
-        """Return each group's raw moments, or `None` where this step can't tell them."""
-        if self.weighted_sqr_norms is None or not self.finite or self.num_gradients < 2:
-            return None
-        pairs = zip(self.weighted_sqr_norms, self.mean_sqr_norms, strict=True)
-        estimates = [
-            noise.estimate_moments(
-                weighted_sqr_norm=weighted,
-                mean_sqr_norm=mean,
-                batch_samples=self.batch_samples,
-                num_gradients=self.num_gradients,
-            )
-            for weighted, mean in pairs
-        ]
-        return [estimate for estimate in estimates if estimate is not None]
 
 
 class GradientTap:
@@ -347,17 +301,20 @@ class GradientTap:
             local = torch.stack(self._local).sum(0)
         finite = local.isfinite().all()
         local = torch.where(finite, local, torch.zeros_like(local))
-        flag = (~finite).double()[None]
-        known = torch.tensor(
-            [self._total_weight, self._num_gradients], dtype=torch.float64, device=device
-        )
-        extras = [
-            torch.as_tensor(value, dtype=torch.float64, device=device).reshape(1)
-            for value in (self._extras() if self._extras else ())
-        ]
-        vector = torch.cat([local, known, flag, *extras])
+        extras = tuple(self._extras()) if self._extras else ()
+        told = (self._total_weight, self._num_gradients, (~finite), *extras)
+        vector = torch.cat([local, self._as_vector(told, device)])
         work = None if self._process_group is None else self._start_sum(vector)
         self._small = (vector, work)
+
+    def _as_vector(self, values: Sequence[Extra], device: torch.device) -> Tensor:
+        """Return host numbers and device scalars in one float64 vector, without waiting."""
+        on_host = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
+        vector = torch.tensor(on_host, dtype=torch.float64).to(device, non_blocking=True)
+        for place, value in enumerate(values):
+            if isinstance(value, Tensor):
+                vector[place] = value
+        return vector
 
     def _read(self, loss_scale: float) -> Measurement:
         vector = self._wait()
@@ -365,26 +322,17 @@ class GradientTap:
             raise CommunicationError(f"the process group broke in this step: {self._failure}")
         means = torch.stack([self._means[index] for index in sorted(self._means)]).sum(0)
         values = torch.cat([vector, means]).tolist()
-        groups = len(self._parameters)
-        local, mean_sqr = values[:groups], values[-groups:]
-        weight, num_gradients, broken = values[groups : groups + 3]
-        finite = broken == 0 and all(math.isfinite(value) for value in mean_sqr)
-        share = self._batch_samples / weight if weight > 0 else 1.0
-        if share != 1:
-            grads = [p.grad for g in self._parameters for p in g if p.grad is not None]
-            foreach_mul_(grads, share)
-        unscaled = 1 / (loss_scale * loss_scale)
-        return Measurement(
-            weighted_sqr_norms=(
-                tuple(value * share * unscaled for value in local) if self._measure else None
-            ),
-            mean_sqr_norms=tuple(value * share * share * unscaled for value in mean_sqr),
+        measurement = read_measurement(
+            values[: len(vector)],
+            values[len(vector) :],
             batch_samples=self._batch_samples,
-            num_gradients=round(num_gradients),
-            weight=weight,
-            finite=finite,
-            extras=tuple(values[groups + 3 : -groups]),
+            loss_scale=loss_scale,
+            measured=self._measure,
         )
+        if 0 < measurement.weight != self._batch_samples:
+            grads = [p.grad for group in self._parameters for p in group if p.grad is not None]
+            foreach_mul_(grads, self._batch_samples / measurement.weight)
+        return measurement
 
     def _wait(self) -> Tensor:
         vector, work = self._small or (torch.zeros(0), None)

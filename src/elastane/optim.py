@@ -125,7 +125,7 @@ class Schedule:
         self._end = math.floor(num_steps)
         if self._scheduler is not None:
             self._check(self._scheduler, num_steps)
-        self._base_lrs = [_as_float(_base_lr(group)) for group in optimizer.param_groups]
+        self._base_lrs: list[float] = []
         self._moved = 0
         self._apply(0.0)
 
@@ -160,7 +160,8 @@ class Schedule:
             way_out = "A multiplier must be finite and at least 0."
             raise ArgumentError(describe("schedule", self._multiplier, rule=rule, way_out=way_out))
         groups = self._optimizer.param_groups
-        self._base_lrs += [_as_float(_base_lr(group)) for group in groups[len(self._base_lrs) :]]
+        new = groups[len(self._base_lrs) :]
+        self._base_lrs += [float(group.setdefault("initial_lr", group["lr"])) for group in new]
         for group, base in zip(groups, self._base_lrs, strict=True):
             _set_lr(group, base * multiplier)
 
@@ -242,6 +243,8 @@ class ScaledStep:
             What the optimizer's `step` returned.
         """
         with scaled_lr(self._optimizer, factors):
+            if scaler is not None and closure is not None:
+                raise UnsupportedError("a closure can't be combined with a scaler: leave one out")
             if scaler is not None:
                 result = scaler.step(self._optimizer)
             elif closure is not None:
@@ -250,14 +253,6 @@ class ScaledStep:
                 result = self._optimizer.step()
         self._schedule.advance(progress)
         return result
-
-
-def _base_lr(group: Mapping[str, Any]) -> float | Tensor:
-    return group.get("initial_lr", group["lr"])
-
-
-def _as_float(lr: float | Tensor) -> float:
-    return float(lr)
 
 
 _PLATEAU = (

@@ -121,7 +121,14 @@ def _check_ddp(options: Mapping[str, Any]) -> None:
 def without_sync(model: Replica) -> AbstractContextManager[None]:
     """Return a context in which backward leaves gradients unaveraged; forward belongs in it."""
     wrapper = model.__dict__["_wrapper"]
-    return nullcontext() if wrapper is None else wrapper.no_sync()
+    if wrapper is None:
+        return nullcontext()
+    if wrapper.static_graph:
+        raise UnsupportedError(
+            "ddp['static_graph']=True can't be combined with several micro-batches a worker, DDP "
+            "wants its first backward to average: leave it out, or take one micro-batch"
+        )
+    return wrapper.no_sync()
 
 
 class Replica(nn.Module):
@@ -175,6 +182,13 @@ class Replica(nn.Module):
         if "inner" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.__dict__["inner"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = "inner" not in self.__dict__ or name in self.__dict__
+        if own:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.__dict__["inner"], name, value)
 
     def __reduce__(self) -> tuple[type[Replica], tuple[nn.Module]]:
         return Replica, (self.__dict__["inner"],)

@@ -21,7 +21,8 @@ from elastane.arguments import parameter_groups
 from elastane.batching import StepPlan
 from elastane.controller import Decision, StepController
 from elastane.errors import ArgumentError, CommunicationError, check_positive, describe
-from elastane.gradients import Extra, GradientTap, Measurement
+from elastane.gradients import Extra, GradientTap
+from elastane.measurement import Measurement
 from elastane.optim import ScaledStep, Schedule, clip_gradients, momentum_of
 
 __all__ = ["Outcome", "Stepper"]
