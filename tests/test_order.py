@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import subprocess
+import sys
 import tracemalloc
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise, permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -708,3 +712,14 @@ def test_a_bad_argument_is_named_with_its_value_the_rule_and_the_way_out(call, m
 def test_the_public_names_are_sorted_and_real():
     assert order.__all__ == sorted(order.__all__)
     assert all(callable(getattr(order, name)) for name in order.__all__)
+
+
+def test_the_benchmark_prints_its_rows_as_json():
+    command = [sys.executable, "-m", "benchmarks.order", "--rounds", "1", "--json", "-"]
+    root = Path(__file__).parents[1]
+    output = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=60, check=True
+    )
+    rows = json.loads(output.stdout)["rows"]
+    assert {"num_samples", "count", "median_ms", "under_goal"} <= set(rows[0])
+    assert max(row["num_samples"] for row in rows) == 10**12
