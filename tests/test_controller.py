@@ -640,7 +640,7 @@ def test_a_restart_in_the_middle_of_a_ramp_changes_nothing(rule, compensation, a
 @pytest.mark.parametrize(
     ("change", "shown"),
     [
-        (lambda state: state["averages"].pop(), "1 parameter groups and this session 2"),
+        (lambda state: state["averages"].pop(), "1 parameter groups, measured per"),
         (lambda state: state["ramps"].pop(), "parameter groups"),
         (lambda state: state.pop("progress"), "progress"),
         (lambda state: state.pop("step"), "step"),

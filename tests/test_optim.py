@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler as sched
 
-from elastane.errors import ArgumentError, StateError, UnsupportedError
+from elastane.errors import ArgumentError, StateError, UnsupportedError, UsageError
 from elastane.optim import ScaledStep, Schedule, clip_gradients, momentum_of, scaled_lr
 
 always = partial(settings, derandomize=True, deadline=None, database=None)
@@ -412,9 +412,61 @@ def test_without_a_schedule_the_lr_is_the_users():
 def test_a_function_sets_base_times_multiplier_of_exact_progress():
     optimizer = sgd()
     schedule = Schedule(lambda tau: 1 / (1 + tau), optimizer=optimizer, num_steps=10)
-    for progress in (0.5, 3.25, 12.0):
+    for progress in (0.5, 3.25, 10.0):
         schedule.advance(progress)
         assert lrs_of(optimizer) == closely([0.1 / (1 + progress), 0.05 / (1 + progress)])
+
+
+def test_a_function_is_never_asked_beyond_the_end():
+    optimizer, asked = sgd(), []
+
+    def line(tau):
+        asked.append(tau)
+        return 1 - tau / 10
+
+    schedule = Schedule(line, optimizer=optimizer, num_steps=10)
+    schedule.advance(12.5)
+    assert asked == [0.0, 10]
+    assert lrs_of(optimizer) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("answer", [math.nan, -0.1, None, 1j, "half"])
+def test_a_function_that_answers_nonsense_ends_the_step_before_the_optimizer_moves(answer):
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    schedule = Schedule(lambda tau: answer if tau else 1.0, optimizer=optimizer, num_steps=10)
+    weight.grad = torch.ones(1)
+    with pytest.raises(ArgumentError, match="schedule="):
+        ScaledStep(optimizer, schedule).step([1.0], progress=1.0)
+    assert weight.item() == 1.0
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_that_progress_alone_moved_is_never_taken_for_touched(name):
+    optimizer = sgd()
+    schedule = Schedule(SCHEDULERS[name](optimizer), optimizer=optimizer, num_steps=20)
+    for progress in (0.0, 0.5, 3.5, 9.0, 20.0, 25.0):
+        optimizer.step()
+        schedule.advance(progress)
+        schedule.check_untouched()
+
+
+def test_momentum_is_the_largest_of_the_groups():
+    groups = [{"params": [one_weight()], "momentum": 0.0}, {"params": [one_weight()]}]
+    assert momentum_of(torch.optim.SGD(groups, lr=0.1, momentum=0.9)) == 0.9
+
+
+def test_a_scheduler_that_somebody_else_stepped_is_refused():
+    optimizer = sgd()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    schedule = Schedule(scheduler, optimizer=optimizer, num_steps=10)
+    schedule.check_untouched()
+    optimizer.step()
+    schedule.advance(2.5)
+    schedule.check_untouched()
+    scheduler.step()
+    with pytest.raises(UsageError, match="stands at step 3 and progress has moved it to 2"):
+        schedule.check_untouched()
 
 
 def test_the_base_lr_is_the_initial_one_where_a_scheduler_left_it():

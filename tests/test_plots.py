@@ -14,9 +14,17 @@ import pytest
 
 from elastane.errors import ArgumentError, StateError, UsageError
 from elastane.plots import plot_runs
+from elastane.plots.figure import draw
 from elastane.plots.flags import change_text, flags
-from elastane.plots.panels import panels, smoothed, without_spikes
-from elastane.plots.runs import Change, Series, read_runs, run_from_events, short_names
+from elastane.plots.panels import Curve, Panel, panels, sharers, smoothed, without_spikes
+from elastane.plots.runs import (
+    Change,
+    Series,
+    read_runs,
+    run_folders,
+    run_from_events,
+    short_names,
+)
 from elastane.plots.table import change_rows, run_rows
 from elastane.telemetry import JsonlSink, Telemetry
 
@@ -154,6 +162,25 @@ def labels(run_dirs):
 
 def change(step, *, cause="join", pause_s=0.031, world_size=4):
     return Change(step=step, progress=step, world_size=world_size, cause=cause, pause_s=pause_s)
+
+
+def constant(value, *, count=20):
+    index = np.arange(1.0, count + 1)
+    return Series(steps=index, progress=index, values=np.full(count, value))
+
+
+def axes_labelled(figure, label):
+    """Return the left of the two axes of a panel."""
+    return next(axes for axes in figure.axes if axes.get_ylabel().startswith(label))
+
+
+def write_values(run_dir, **series):
+    """Write a run of which only these fields differ from step to step."""
+    count = len(next(iter(series.values())))
+    steps = few_steps(count)
+    for index, (_, fields) in enumerate(steps):
+        fields.update({name: values[index] for name, values in series.items()})
+    return write_events(run_dir, *steps)
 
 
 @pytest.fixture(scope="module")
@@ -307,6 +334,101 @@ def test_a_short_last_batch_is_no_spike_but_a_change_stays():
     assert result.tolist() == [64.0] * 11 + [256.0] * 8
 
 
+def test_a_short_last_batch_is_no_spike_at_the_runs_end_either():
+    values = np.array([256.0] * 9 + [160.0])
+    index = np.arange(values.size, dtype=float)
+    result = without_spikes(Series(steps=index, progress=index, values=values)).values
+    assert result.tolist() == [256.0] * 10
+
+
+@pytest.mark.parametrize(
+    ("loss", "lr", "scales"),
+    [
+        ([2.0, 0.5, 0.001], [0.1, 0.01, 1e-9], ["log", "log"]),
+        ([2.0, 0.5, 0.03], [0.1, 0.05, 0.01], ["linear", "linear"]),
+        ([2.0, 0.001, 0.0], [0.0, 0.1, 1e-4], ["linear", "log"]),
+        ([2.0, 0.001, -1.0], [0.0, 0.0, 0.0], ["linear", "linear"]),
+    ],
+)
+def test_loss_and_learning_rate_have_a_log_axis_where_they_reach_far(tmp_path, loss, lr, scales):
+    run_dir = write_values(tmp_path / "run", loss=loss, lr=lr)
+    runs = read_runs([run_dir])
+    figure = draw(runs, panels(runs), title=None)
+    both = [axes_labelled(figure, label) for label in ("training loss", "learning rate")]
+    assert [axes.get_yscale() for axes in both] == scales
+    plot_runs(run_dir, output=tmp_path / "page.png")
+
+
+def test_a_rate_that_ends_near_zero_does_not_stretch_its_axis(tmp_path):
+    run_dir = write_values(tmp_path / "run", loss=[1.0] * 3, lr=[0.1, 0.05, 1e-12])
+    runs = read_runs([run_dir])
+    low, high = axes_labelled(draw(runs, panels(runs), title=None), "learning rate").get_ylim()
+    assert 0.1 < high < 1
+    assert low > 1e-6
+
+
+def test_curves_that_share_a_level_know_of_one_another():
+    series = [constant(2.0), constant(1.0), constant(2.0), constant(2.0)]
+    moving = Series(steps=series[0].steps, progress=series[0].steps, values=np.arange(20.0))
+    curves = [Curve(run_index=i, line=line) for i, line in enumerate([*series, moving])]
+    assert sharers(Panel(label="workers", curves=curves)) == [
+        *([0, 2, 3], [1], [0, 2, 3], [0, 2, 3]),
+        [4],
+    ]
+
+
+def test_of_lines_that_lie_on_one_another_all_can_be_seen(tmp_path):
+    runs = [write_events(tmp_path / name, *few_steps(40)) for name in "abc"]
+    png, _ = plot_runs(runs, output=tmp_path / "page.png")
+    picture = matplotlib.image.imread(png)[:, :, :3]
+    # The panels of batch and workers, without the legend above: exactly the same in all three runs.
+    height = picture.shape[0]
+    below = picture[height // 2 : height * 3 // 4].reshape(-1, 3)
+    for color in ("#0072B2", "#D55E00", "#009E73"):
+        wanted = np.array(matplotlib.colors.to_rgb(color))
+        assert (np.abs(below - wanted).max(axis=1) < 0.15).sum() > 100, color
+
+
+def test_a_stair_begins_where_the_first_step_did(tmp_path):
+    runs = read_runs([write_values(tmp_path / "run", batch_samples=[64] * 3 + [256] * 9)])
+    line = axes_labelled(draw(runs, panels(runs), title=None), "batch size").lines[0]
+    assert line.get_xdata()[0] == 0
+    assert line.get_drawstyle() == "steps-pre"
+
+
+def test_the_caption_says_what_the_axis_and_faint_lines_are(elastic_run, tmp_path):
+    def caption(run_dir):
+        runs = read_runs([run_dir])
+        return draw(runs, panels(runs), title=None).get_supxlabel()
+
+    assert "τ" in caption(elastic_run)
+    assert "Faint" in caption(elastic_run)
+    few = write_events(tmp_path / "few", *few_steps(3))
+    assert "τ" in caption(few)
+    assert "Faint" not in caption(few), "too few steps to be smoothed"
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 9])
+def test_the_legend_stays_on_the_page_and_is_read_line_by_line(tmp_path, count):
+    names = [f"linear-warmup-batch{number}" for number in range(1000, 1000 + count)]
+    runs = read_runs([write_events(tmp_path / name, *few_steps(2)) for name in names])
+    figure = draw(runs, panels(runs), title=None)
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1
+    places = [(text.get_window_extent(), text.get_text()) for text in legend.get_texts()]
+    read = sorted(places, key=lambda place: (-round(place[0].y0), place[0].x0))
+    assert [text for _, text in read] == names
+
+
+def test_a_run_may_be_named_by_its_file_and_twice(elastic_run, tmp_path):
+    names = [elastic_run, elastic_run / "events.jsonl", f"{elastic_run}/", tmp_path / "other"]
+    assert run_folders(names) == [elastic_run, tmp_path / "other"]
+    assert [run.name for run in read_runs(names[:3])] == ["elastic"]
+
+
 @pytest.mark.parametrize(
     ("names", "short"),
     [
@@ -398,7 +520,7 @@ def test_in_a_folder_that_exists_the_picture_is_called_plot(tmp_path):
 
 def test_without_matplotlib_the_error_says_what_to_install(elastic_run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match=r"pip install elastane\[plots\]"):
+    with pytest.raises(UsageError, match=r"checkout.*pip install '\.\[plots\]'"):
         plot_runs(elastic_run, output=tmp_path / "page.png")
 
 

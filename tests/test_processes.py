@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 from training import Digits, build_model, build_session, train
 from workers import run_workers
 
-from elastane import GlobalBatch, LoaderOptions, LocalBatch, Measuring, Session
-from elastane.errors import CommunicationError
+from elastane import AdamScale, GlobalBatch, LoaderOptions, LocalBatch, Measuring, Session
+from elastane.errors import CommunicationError, StateError, UsageError
 from elastane.telemetry import read_events
 
 pytestmark = pytest.mark.processes
@@ -414,6 +414,249 @@ def test_token_weights_average_over_the_tokens_of_all_workers(tmp_path: Path) ->
         assert torch.allclose(record["weights"], wanted["weights"], rtol=1e-10)
 
 
+def unfreeze_later(change: str) -> dict[str, Any]:
+    model = build_model(FLOAT64)
+    model[0].requires_grad_(change != "unfreeze")
+    groups = list(model.parameters()) if change == "unfreeze" else list(model[2].parameters())
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    session = Session(
+        model,
+        optimizer=optimizer,
+        dataset=Digits(dtype=FLOAT64),
+        base_batch_size=8,
+        num_steps=1e9,
+        batch=GlobalBatch(24, micro_batches=4),
+        loader=LoaderOptions(seed=3),
+        progress_bar=False,
+    )
+    gains = []
+    with session:
+        for images, labels, _ in session:
+            session.backward(F.cross_entropy(session.model(images), labels))
+            result = session.step()
+            if result is None:
+                continue
+            gains.append(result.gain)
+            if len(gains) == 5 and change == "unfreeze":
+                model[0].requires_grad_(True)
+            if len(gains) == 5 and change == "join":
+                optimizer.add_param_group({"params": model[0].parameters()})
+            if len(gains) == 10 and change == "unfreeze":
+                model[2].requires_grad_(False)
+            if len(gains) == 20:
+                break
+    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return {"gain": gains, "weights": weights}
+
+
+@pytest.mark.parametrize("change", ["unfreeze", "join"])
+def test_parameters_that_are_unfrozen_or_join_later_are_averaged_over_the_workers(
+    change: str, tmp_path: Path
+) -> None:
+    wanted = unfreeze_later(change)
+    records = run_workers(unfreeze_later, change, world_size=2, folder=tmp_path)
+    assert torch.equal(records[0]["weights"], records[1]["weights"])
+    assert records[0]["gain"] == pytest.approx(wanted["gain"], rel=1e-9)
+    assert torch.allclose(records[0]["weights"], wanted["weights"], rtol=0, atol=1e-10)
+
+
+def start_unequal(kind: str, saved: Path) -> str:
+    rank = dist.get_rank()
+    options: dict[str, Any] = {"batch": GlobalBatch(16)}
+    if kind == "seed":
+        options["loader"] = LoaderOptions(seed=rank)
+    if kind == "samples":
+        options["dataset"] = Digits(301 - 4 * rank)
+    if kind == "num_steps":
+        options |= {"num_steps": 100 + rank, "schedule": None}
+    if kind == "learning rates":
+        options |= {"lr": 0.1 + 0.1 * rank}
+    if kind == "state":
+        options["schedule"] = lambda progress: 0.9995**progress
+    if kind == "policy":
+        options["batch"] = GlobalBatch(16 + 2 * rank)
+    session, _ = build_session(build_model(), **options)
+    if kind == "state" and rank == 0:
+        session.load_state_dict(torch.load(saved, weights_only=True)["session"])
+    try:
+        with session:
+            train(session, max_steps=2)
+    except StateError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("seed", "seed="),
+        ("samples", "num_samples="),
+        ("num_steps", "num_steps="),
+        ("learning rates", "learning rates="),
+        ("policy", "end of the next batch="),
+        ("state", "progress="),
+    ],
+)
+def test_workers_that_start_from_different_things_are_told_which(
+    kind: str, named: str, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    train_digits(num_steps=200, max_steps=3, save=saved, batch=GlobalBatch(16, micro_batches=2))
+    for message in run_workers(start_unequal, kind, saved, world_size=2, folder=tmp_path):
+        assert message.startswith("the workers differ in what must be the same on all")
+        assert named in message
+
+
+def evaluate_different_names() -> str:
+    session, _ = build_session(build_model())
+    name = f"rank {dist.get_rank()}"
+    try:
+        with session:
+            session.evaluate(lambda model, batch: {name: 1}, Digits(10))  # noqa: ARG005
+    except StateError as error:
+        return str(error)
+    return "no error"
+
+
+def test_evaluations_of_different_quantities_are_not_added_up(tmp_path: Path) -> None:
+    for message in run_workers(evaluate_different_names, world_size=2, folder=tmp_path):
+        assert "names of the sums" in message
+
+
+def evaluate_with_batch_norm() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).double()
+    session, _ = build_session(model, dataset=Digits(dtype=FLOAT64), batch=LocalBatch(8))
+    with session:
+        train(session, max_steps=15)
+        own = [model[1].running_mean.clone(), model[1].running_var.clone()]
+        result = session.evaluate(loss_sum, Digits(100, dtype=FLOAT64), batch_size=10)
+    merged = [model[1].running_mean.clone(), model[1].running_var.clone()]
+    model.eval()
+    images = torch.stack([image for image, _, _ in Digits(100, dtype=FLOAT64)])
+    labels = torch.tensor([label for _, label, _ in Digits(100, dtype=FLOAT64)])
+    alone = F.cross_entropy(model(images), labels).item()
+    return {"own": own, "merged": merged, "mean": result.mean("loss"), "alone": alone}
+
+
+def loss_sum(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    return {"loss": F.cross_entropy(model(batch[0]), batch[1], reduction="sum")}
+
+
+def test_evaluation_merges_batch_statistics_so_that_all_workers_hold_one_model(
+    tmp_path: Path,
+) -> None:
+    first, second = run_workers(evaluate_with_batch_norm, world_size=2, folder=tmp_path)
+    assert not torch.allclose(first["own"][0], second["own"][0])
+    for record in (first, second):
+        assert record["mean"] == pytest.approx(record["alone"], rel=1e-12)
+    means = torch.stack([first["own"][0], second["own"][0]])
+    variances = torch.stack([first["own"][1], second["own"][1]])
+    assert torch.allclose(first["merged"][0], means.mean(0))
+    assert torch.allclose(first["merged"][1], variances.mean(0) + means.var(0, unbiased=False))
+    assert torch.equal(first["merged"][1], second["merged"][1])
+
+
+def leave_a_layer_unused() -> str:
+    model = nn.ModuleDict({"used": nn.Linear(64, 10), "unused": nn.Linear(3, 2)})
+    model.forward = lambda images: model["used"](images)
+    session, _ = build_session(model, batch=GlobalBatch(16))
+    try:
+        with session:
+            train(session)
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+def test_unused_parameters_are_named_with_the_way_out(tmp_path: Path) -> None:
+    for message in run_workers(leave_a_layer_unused, world_size=2, folder=tmp_path):
+        assert message.startswith("backward did not reach 2 of 4 parameters (shapes (2, 3), (2,))")
+        assert "ddp={'find_unused_parameters': True}" in message
+
+
+def train_with_adam() -> dict[str, Any]:
+    model = build_model(FLOAT64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = Session(
+        model,
+        optimizer=optimizer,
+        schedule=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200),
+        dataset=Digits(dtype=FLOAT64),
+        base_batch_size=8,
+        num_steps=200,
+        rule=AdamScale(),
+        batch=GlobalBatch(32, micro_batches=4),
+        progress_bar=False,
+    )
+    with session:
+        return train(session)
+
+
+def test_adam_with_the_square_root_of_the_gain_trains_alike_in_any_world(tmp_path: Path) -> None:
+    wanted = train_with_adam()
+    records = run_workers(train_with_adam, world_size=2, folder=tmp_path)
+    assert_ranks_equal(records)
+    assert_same(records[0], wanted, rel=1e-9)
+
+
+def train_idle_third(_: int = 0) -> dict[str, Any]:
+    return train_digits(
+        FLOAT64, max_steps=40, batch=GlobalBatch(16, micro_batches=2, allow_idle_workers=True)
+    )
+
+
+def test_an_idle_worker_counts_neither_in_the_gain_nor_in_the_mean(tmp_path: Path) -> None:
+    wanted = train_digits(FLOAT64, max_steps=40, batch=GlobalBatch(16, micro_batches=2))
+    records = run_workers(train_idle_third, world_size=3, folder=tmp_path)
+    assert [weight for _, weight in records[2]["seen"]] == [0] * 40
+    assert_ranks_equal(records)
+    assert_same(records[0], wanted, rel=1e-10)
+    assert max(wanted["gain"]) > 1.1
+
+
+def train_under_one_cycle(keywords: dict[str, Any]) -> dict[str, Any]:
+    model = build_model(FLOAT64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=150)
+    session = Session(
+        model,
+        optimizer=optimizer,
+        schedule=schedule,
+        dataset=Digits(dtype=FLOAT64),
+        base_batch_size=8,
+        num_steps=150,
+        batch=GlobalBatch(24, micro_batches=4),
+        progress_bar=False,
+    )
+    parts = {"model": session.model, "optimizer": optimizer, "session": session}
+    if keywords["state"] is not None:
+        for name, state in torch.load(keywords["state"], weights_only=True).items():
+            parts[name].load_state_dict(state)
+    with session:
+        record = train(session, max_steps=keywords["max_steps"])
+        if session.world.rank == 0:
+            states = {name: part.state_dict() for name, part in parts.items()}
+            torch.save(states, keywords["save"])
+    record["final"] = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]
+    return record
+
+
+def test_one_cycle_goes_on_through_worlds_and_ends_at_its_final_lr(tmp_path: Path) -> None:
+    alone = {"state": None, "save": tmp_path / "whole", "max_steps": None}
+    wanted = train_under_one_cycle(alone)
+    state, lrs = None, []
+    for number, (world_size, max_steps) in enumerate([(1, 15), (4, 20), (2, None)]):
+        keywords = {"state": state, "save": tmp_path / f"{number}", "max_steps": max_steps}
+        arguments = {"world_size": world_size, "folder": tmp_path}
+        record = run_workers(train_under_one_cycle, keywords, **arguments)[0]
+        state = tmp_path / f"{number}"
+        lrs += record["lr"]
+    assert lrs == pytest.approx(wanted["lr"], rel=1e-8)
+    assert record["final"] == pytest.approx((0.1 / 25 / 1e4, 0.95))
+    assert torch.allclose(record["weights"], wanted["weights"], rtol=0, atol=1e-9)
+
+
 def evaluate_few(num_samples: int) -> dict[str, Any]:
     session, _ = build_session(build_model())
     with session:
@@ -476,36 +719,46 @@ def test_one_worker_that_stops_stops_all_after_the_same_step(tmp_path: Path) -> 
     assert run_workers(stop_on_rank_one, world_size=3, folder=tmp_path) == [6, 6, 6]
 
 
-def lose_a_peer() -> str:
+def lose_a_peer(at_step: int, ddp: dict[str, Any], own: bool) -> str:
     model = build_model()
-    session, _ = build_session(model, batch=GlobalBatch(16))
+    session, _ = build_session(model, batch=GlobalBatch(16), ddp=ddp)
+    reached, position = "nothing", -1
     before = after = torch.zeros(0)
     try:
         with session:
             for images, labels, _ in session:
-                loss = F.cross_entropy(session.model(images), labels)
-                if session.position == 48 and session.world.rank == 1:
-                    os._exit(0)
-                before = torch.cat(
-                    [p.detach().reshape(-1).clone() for p in session.model.parameters()]
-                )
-                loss.backward()
-                reached = "backward returned"
                 position = session.position
+                if position == 16 * at_step and session.world.rank == 1:
+                    os._exit(0)
+                before = torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+                loss = F.cross_entropy(session.model(images), labels)
+                if own:
+                    session.backward(loss)
+                else:
+                    loss.backward()
+                reached = "backward returned"
                 session.step()
+                reached = "step returned"
     except CommunicationError as error:
         after = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
         assert torch.equal(before, after)
-        assert session.position == position == 48
-        assert all(p.grad is None for p in session.model.parameters())
+        assert session.position == position == 16 * at_step
         return f"{reached}; {str(error)[:40]}"
     return "no error"
 
 
-def test_a_peers_death_is_raised_by_step_and_not_by_the_users_backward(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_step", [0, 1, 2, 5])
+@pytest.mark.parametrize(
+    ("ddp", "own"),
+    [({}, False), ({}, True), ({"find_unused_parameters": True}, True)],
+    ids=["loss.backward", "session.backward", "find unused"],
+)
+def test_a_peers_death_is_raised_by_step_and_not_in_the_users_forward_or_backward(
+    at_step: int, ddp: dict[str, Any], own: bool, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     with pytest.raises(FileNotFoundError, match="result-1"):
-        run_workers(lose_a_peer, world_size=2, folder=folder)
+        run_workers(lose_a_peer, at_step, ddp, own, world_size=2, folder=folder)
     (result,) = folder.glob("*/result-0")
     assert torch.load(result).startswith("backward returned; the process group broke")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +29,13 @@ from elastane import (
     Measuring,
     Session,
 )
-from elastane.errors import NonFiniteError, StateError, UnsupportedError, UsageError
+from elastane.errors import (
+    ArgumentError,
+    NonFiniteError,
+    StateError,
+    UnsupportedError,
+    UsageError,
+)
 from elastane.order import stream_indices
 from elastane.replica import Replica, without_sync, wrap
 from elastane.telemetry import EVENT_FIELDS, read_events
@@ -787,3 +795,362 @@ def test_attributes_set_on_the_sessions_model_reach_the_users_model() -> None:
     session.model.added = nn.Linear(2, 2)
     assert model.note == "kept"
     assert "added.weight" in model.state_dict()
+
+
+def test_a_group_that_joins_later_starts_with_its_own_gradients_alone() -> None:
+    norms = []
+    for late in (True, False):
+        model = build_model()
+        first = {"params": list(model[2].parameters())}
+        second = {"params": list(model[0].parameters())}
+        optimizer = torch.optim.SGD([first] if late else [first, second | {"lr": 0.0}], lr=0.1)
+        session = Session(
+            model,
+            optimizer=optimizer,
+            dataset=Digits(),
+            base_batch_size=8,
+            num_steps=40,
+            rule=Identity(),
+            batch=GlobalBatch(32, micro_batches=4),
+            progress_bar=False,
+        )
+        with session:
+            for images, labels, _ in session:
+                session.backward(F.cross_entropy(session.model(images), labels))
+                result = session.step()
+                if result is not None and result.step == 10 and late:
+                    optimizer.add_param_group(second | {"lr": 0.0})
+                if result is not None and result.step == 11:
+                    norms.append(result.grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_a_group_of_another_model_is_refused_when_it_joins() -> None:
+    session, optimizer = build_session(build_model())
+    with session, pytest.raises(ArgumentError, match=r"is no parameter of the model"):
+        for images, labels, _ in session:
+            session.backward(F.cross_entropy(session.model(images), labels))
+            if session.step() is not None:
+                optimizer.add_param_group({"params": build_model().parameters()})
+
+
+@pytest.mark.parametrize("act", ["evaluate", "pause", "iterate"])
+def test_what_needs_the_workers_is_refused_outside_with(act: str) -> None:
+    session, _ = build_session(build_model(), num_steps=5)
+
+    def try_it() -> None:
+        if act == "evaluate":
+            session.evaluate(lambda model, batch: {"ones": 1}, Digits(10))  # noqa: ARG005
+        elif act == "pause":
+            session.pause("lunch")
+        else:
+            iter(session)
+
+    with pytest.raises(UsageError, match="not open"):
+        try_it()
+    with session:
+        train(session)
+    with pytest.raises(UsageError, match="not open"):
+        try_it()
+
+
+def test_a_session_is_entered_once() -> None:
+    session, _ = build_session(build_model(), num_steps=5)
+    with session, pytest.raises(UsageError, match="entered once"), session:
+        pass
+    with pytest.raises(UsageError, match="entered once"), session:
+        pass
+
+
+def test_a_run_that_is_over_says_so_when_it_is_iterated_again() -> None:
+    session, _ = build_session(build_model(), num_steps=5)
+    with session:
+        train(session)
+        with pytest.warns(UserWarning, match="the run is finished"):
+            assert list(session) == []
+
+
+def test_two_backward_calls_in_one_micro_batch_are_refused() -> None:
+    session, _ = build_session(build_model())
+    with session, pytest.raises(UsageError, match="add up the losses"):
+        for images, labels, _ in session:
+            session.backward(F.cross_entropy(session.model(images), labels))
+            session.backward(F.cross_entropy(session.model(images), labels))
+
+
+def test_stepping_the_optimizer_by_hand_is_refused_inside_and_free_outside() -> None:
+    session, optimizer = build_session(build_model())
+    with session, pytest.raises(UsageError, match=r"optimizer\.step\(\) was called inside"):
+        for images, labels, _ in session:
+            session.backward(F.cross_entropy(session.model(images), labels))
+            optimizer.step()
+    optimizer.step()
+
+
+def test_stepping_the_schedule_by_hand_is_refused() -> None:
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = CosineAnnealingLR(optimizer, T_max=100)
+    session = Session(
+        model,
+        optimizer=optimizer,
+        schedule=schedule,
+        dataset=Digits(),
+        base_batch_size=8,
+        num_steps=100,
+        progress_bar=False,
+    )
+    with session, pytest.raises(UsageError, match=r"don't call schedule\.step\(\) yourself"):
+        for images, labels, _ in session:
+            session.backward(F.cross_entropy(session.model(images), labels))
+            session.step()
+            schedule.step()
+
+
+def test_a_linear_decay_reaches_zero_at_the_end_and_not_below() -> None:
+    session, optimizer = build_session(
+        build_model(), schedule=lambda progress: 1 - progress / 60, num_steps=60
+    )
+    with session:
+        record = train(session)
+    assert record["progress"][-1] > 60
+    assert optimizer.param_groups[0]["lr"] == 0.0
+
+
+def test_a_nan_loss_with_a_weight_of_zero_is_left_out() -> None:
+    weights = []
+    for masked in (True, False):
+        session, _ = build_session(build_model(), num_steps=30, dataset=Digits(304))
+        with session:
+            for number, (images, labels, _) in enumerate(session):
+                loss = F.cross_entropy(session.model(images), labels)
+                empty = number % 4 in (1, 3)
+                if masked and empty:
+                    loss = loss * math.nan
+                session.backward(loss, weight=0 if empty else len(images))
+                result = session.step()
+                assert result is None or not result.skipped
+        weights.append(torch.cat([p.detach().reshape(-1) for p in session.model.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+
+
+def test_unscaling_before_the_window_is_put_together_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    session, optimizer = build_session(build_model(), scaler=scaler)
+    with session, pytest.raises(UsageError, match=r"use session\.backward\(loss\)"):
+        for number, (images, labels, _) in enumerate(session):
+            scaler.scale(F.cross_entropy(session.model(images), labels)).backward()
+            if number == 3:
+                scaler.unscale_(optimizer)
+            session.step()
+
+
+def test_unscaling_by_hand_after_loss_backward_is_measured_as_it_is() -> None:
+    norms = []
+    for by_hand in (True, False):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        batch = LocalBatch(8)
+        session, optimizer = build_session(
+            build_model(), scaler=scaler, batch=batch, dataset=Digits(304)
+        )
+        with session:
+            for images, labels, _ in itertools.islice(session, 10):
+                loss = F.cross_entropy(session.model(images), labels)
+                if by_hand:
+                    scaler.scale(loss).backward()
+                    scaler.unscale_(optimizer)
+                else:
+                    session.backward(loss)
+                result = session.step()
+                assert result is not None
+        norms.append(result.grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_a_scaler_that_never_scaled_a_loss_is_noticed() -> None:
+    session, _ = build_session(
+        build_model(), scaler=torch.amp.GradScaler("cpu"), batch=LocalBatch(8)
+    )
+    with session, pytest.raises(UsageError, match="no loss was scaled"):
+        for images, labels, _ in session:
+            F.cross_entropy(session.model(images), labels).backward()
+            session.step()
+
+
+def test_a_state_is_not_loaded_inside_a_window_and_may_be_between_two() -> None:
+    session, optimizer = build_session(build_model())
+    wanted = None
+    with session:
+        for number, (images, labels, _) in enumerate(session):
+            session.backward(F.cross_entropy(session.model(images), labels))
+            session.step()
+            if number == 3:
+                parts = {"model": session.model, "optimizer": optimizer, "session": session}
+                saved = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+            if number == 5:
+                with pytest.raises(UsageError, match="inside an accumulation window"):
+                    session.load_state_dict(saved["session"])
+            if number == 11:
+                if wanted is not None:
+                    break
+                wanted = session.position
+                for name, part in parts.items():
+                    part.load_state_dict(saved[name])
+                assert session.position == 32
+    assert wanted == 96
+
+
+def test_loading_makes_a_stopped_session_one_that_goes_on() -> None:
+    session, _ = build_session(build_model())
+    with session:
+        for images, labels, _ in session:
+            session.backward(F.cross_entropy(session.model(images), labels))
+            result = session.step()
+            if result is not None and result.step == 2:
+                session.stop()
+        session.load_state_dict(session.state_dict())
+        assert len(train(session, max_steps=3)["gain"]) == 3
+
+
+@pytest.mark.parametrize("options", [{"shuffle": False}, {"straddle_epochs": True}])
+def test_a_state_is_refused_by_a_session_that_deals_otherwise(options: dict[str, bool]) -> None:
+    session, _ = build_session(build_model())
+    other, _ = build_session(build_model(), loader=LoaderOptions(seed=3, **options))
+    with pytest.raises(StateError, match=next(iter(options))):
+        other.load_state_dict(session.state_dict())
+
+
+@pytest.mark.parametrize("state", [None, 3, {"model": {}, "session": {}}])
+def test_what_is_no_sessions_state_is_refused_with_a_hint(state: Any) -> None:
+    session, _ = build_session(build_model())
+    with pytest.raises(StateError, match="no session's state"):
+        session.load_state_dict(state)
+
+
+def test_a_state_that_fails_half_way_leaves_everything_as_it_was() -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    session, _ = build_session(build_model(), scaler=scaler)
+    with session:
+        train(session, max_steps=3)
+    other, _ = build_session(build_model(), scaler=torch.amp.GradScaler("cpu"))
+    before = other.state_dict()
+    with pytest.raises(StateError, match="another form"):
+        other.load_state_dict(session.state_dict())
+    assert other.state_dict()["controller"] == before["controller"]
+    assert (other.position, other.progress) == (0, 0.0)
+
+
+def test_a_state_saved_right_after_a_group_joined_can_be_loaded() -> None:
+    def build() -> tuple[Session, torch.optim.Optimizer, nn.Module]:
+        model = build_model()
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        session = Session(
+            model,
+            optimizer=optimizer,
+            dataset=Digits(),
+            base_batch_size=8,
+            num_steps=100,
+            batch=GlobalBatch(32, micro_batches=4),
+            measuring=Measuring(per="param_group"),
+            progress_bar=False,
+        )
+        return session, optimizer, model
+
+    session, optimizer, model = build()
+    with session:
+        train(session, max_steps=3)
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.05})
+        state = session.state_dict()
+    model = build_model()
+    groups = [{"params": model[2].parameters()}, {"params": model[0].parameters(), "lr": 0.05}]
+    other = Session(
+        model,
+        optimizer=torch.optim.SGD(groups, lr=0.1),
+        dataset=Digits(),
+        base_batch_size=8,
+        num_steps=100,
+        batch=GlobalBatch(32, micro_batches=4),
+        measuring=Measuring(per="param_group"),
+        progress_bar=False,
+    )
+    other.load_state_dict(state)
+    with other:
+        train(other, max_steps=3)
+    assert [one["count"] for one in other.state_dict()["controller"]["averages"]] == [6, 3]
+
+
+def test_adam_under_the_rule_for_sgd_is_warned_of_and_under_its_own_is_not() -> None:
+    model = build_model()
+    arguments: dict[str, Any] = {
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "dataset": Digits(),
+        "base_batch_size": 8,
+        "num_steps": 10,
+        "progress_bar": False,
+    }
+    with pytest.warns(UserWarning, match="AdamScale"):
+        Session(model, **arguments)
+    Session(model, rule=elastane.AdamScale(), **arguments)
+
+
+def waits_in(function: Any) -> int:
+    """Return how often the host reads a scalar from the device in a call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return sum(
+        event.count for event in profile.key_averages() if event.key == "aten::_local_scalar_dense"
+    )
+
+
+@pytest.mark.parametrize("with_scaler", [False, True])
+def test_a_step_waits_for_one_small_vector_and_no_scalar_more_than_a_plain_loop(
+    with_scaler: bool,
+) -> None:
+    def scaler() -> torch.amp.GradScaler | None:
+        return torch.amp.GradScaler("cpu", init_scale=64.0) if with_scaler else None
+
+    def plain(model: nn.Module) -> None:
+        optimizer, own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), scaler()
+        for images, labels, _ in DataLoader(Digits(80), batch_size=8):
+            loss = F.cross_entropy(model(images), labels)
+            (loss if own is None else own.scale(loss)).backward()
+            if own is None:
+                optimizer.step()
+            else:
+                own.step(optimizer)
+                own.update()
+            optimizer.zero_grad()
+
+    def ours(session: Session) -> None:
+        for images, labels, _ in itertools.islice(session, 10):
+            session.backward(F.cross_entropy(session.model(images), labels))
+            session.step()
+
+    session, _ = build_session(
+        build_model(), dataset=Digits(80), batch=LocalBatch(8), scaler=scaler()
+    )
+    with session:
+        assert waits_in(lambda: ours(session)) <= waits_in(lambda: plain(build_model())) + 10
+
+
+def test_is_last_micro_batch_tells_where_to_clip_by_hand() -> None:
+    weights = []
+    for by_hand in (True, False):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        session, optimizer = build_session(
+            build_model(), scaler=scaler, max_norm=None if by_hand else 0.3, num_steps=60
+        )
+        with session:
+            for images, labels, _ in session:
+                session.backward(F.cross_entropy(session.model(images), labels))
+                if by_hand and session.is_last_micro_batch:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(session.model.parameters(), 0.3)
+                session.step()
+        weights.append(torch.cat([p.detach().reshape(-1) for p in session.model.parameters()]))
+    assert torch.allclose(weights[0], weights[1], rtol=0, atol=2e-6)
+
+
+def test_the_session_stays_a_small_file() -> None:
+    path = Path(elastane.__file__).parent / "session.py"
+    assert len(path.read_text().splitlines()) < 250

@@ -177,8 +177,9 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
     assert event["more"] == {"x": None}
 
 
-def test_a_sink_that_is_only_kept_ready_touches_no_file(tmp_path):
-    sink = JsonlSink(tmp_path / "run")
+@pytest.mark.parametrize("kind", ["jsonl", "tensorboard"])
+def test_a_sink_that_is_only_kept_ready_touches_no_file(kind, tmp_path):
+    sink = make_sink(kind, tmp_path / "run")
     sink.close()
     assert not (tmp_path / "run").exists()
 
@@ -226,6 +227,25 @@ def test_what_is_json_but_no_event_counts_as_torn(tmp_path, line):
     )
     with pytest.raises(StateError, match="line 1"):
         read_events(tmp_path)
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_last_line_that_never_was_an_event_is_named(tmp_path, end):
+    write_lines(tmp_path, '{"event": "step"}\nhello, this is no event but a long line' + end)
+    with pytest.raises(StateError, match=r"line 2: .*'hello, this is no event but a \.\.\.'"):
+        read_events(tmp_path)
+
+
+def test_a_file_of_bytes_is_refused_in_one_printable_line(tmp_path):
+    (tmp_path / EVENTS_NAME).write_bytes(bytes(range(256)) * 4)
+    with pytest.raises(StateError, match="line 1: not a whole event") as caught:
+        read_events(tmp_path)
+    assert str(caught.value).isprintable()
+
+
+def test_a_run_may_be_named_by_its_file_of_events(tmp_path):
+    run_dir = write_lines(tmp_path, '{"event": "end"}\n')
+    assert read_events(run_dir / EVENTS_NAME) == read_events(run_dir) == [{"event": "end"}]
 
 
 def test_a_folder_without_events_is_refused(tmp_path):
@@ -308,6 +328,31 @@ def test_the_bar_leaves_standard_output_as_it_was():
     bar.write(STEP)
 
 
+def test_the_bar_never_shows_more_than_the_whole():
+    for progress in (90.0, 130.0):  # a first step beyond the end, and a later one
+        console = terminal()
+        bar = ProgressBar(num_steps=100, console=console)
+        bar.write(STEP | {"progress": progress})
+        bar.write(STEP | {"progress": 107.0})
+        bar.close()
+        shown = console.file.getvalue()
+        assert "base step 100/100" in shown
+        assert "100%" in shown
+        assert not re.search(r"10[1-9]|1[1-9]\d", re.sub(r"\x1b\[[^m]*m", "", shown))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_bar_names_its_unit_and_cuts_no_number(width):
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    bar = ProgressBar(num_steps=12_500, console=console)
+    bar.write(STEP | {"progress": 5_300.0})
+    bar.close()
+    shown = console.file.getvalue()
+    for part in ("base step 5,300/12,500", "42%", "loss 0.2500", "gain 1.50", "workers 4", "left"):
+        assert part in shown
+    assert ("━" in shown) == (width > 100)
+
+
 @pytest.mark.parametrize("num_steps", [0, 1.5, True, None])
 def test_the_bar_refuses_a_length_that_is_no_whole_number(num_steps):
     with pytest.raises(ArgumentError, match="num_steps"):
@@ -345,7 +390,7 @@ def test_tensorboard_gets_steps_and_metrics_as_curves_and_the_rest_as_text(tmp_p
 def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(UsageError, match=r"pip install elastane\[tensorboard\]"):
+    with pytest.raises(UsageError, match=r"checkout.*pip install '\.\[tensorboard\]'"):
         TensorBoardSink(tmp_path)
 
 

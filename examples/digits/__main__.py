@@ -18,8 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from elastane.plots import plot_runs
+from examples.digits.train import folder_name
 
+QUICK_STEPS = 400
 RUNS = ("adascale:16", "linear:16", "adascale:64", "linear:64")
+HEAD = (
+    *("S", "batch", "rule"),
+    *("validation\naccuracy", "training\nloss", "steps", "speed-up\nin steps"),
+)
 NAMES = {
     "base": "base batch",
     "adascale": "AdaScale",
@@ -42,9 +48,8 @@ def run_training(launcher: list[str], arguments: list[str]) -> list[dict[str, An
 def table_of(rows: list[dict[str, Any]]) -> Table:
     """Return the table that the demo prints."""
     table = Table(title="The same schedule and hyper-parameters, tuned at batch 16")
-    for name in ("S", "batch", "rule", "validation", "training", "steps", "speed-up"):
+    for name in HEAD:
         table.add_column(name, justify="left" if name == "rule" else "right")
-    table.add_row("", "", "", "accuracy", "loss", "", "in steps", style="dim", end_section=True)
     for row in rows:
         table.add_row(
             f"{row['scale']}",
@@ -59,7 +64,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="A quarter of the training, in under a minute.")
+@click.option("--quick", is_flag=True, help=f"Only {QUICK_STEPS} base steps, well under a minute.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder of the runs.")
 @click.option("--seed", default=0, help="Of weights and order of the samples.")
@@ -68,12 +73,19 @@ def main(quick: bool, as_json: bool, out: Path | None, seed: int) -> None:
     console = Console(stderr=as_json)
     out = out or Path("runs") / f"digits-{time.strftime('%Y%m%d-%H%M%S')}"
     begin = time.monotonic()
-    common = ["--out", str(out), "--seed", str(seed), "--num-steps", "600" if quick else "2500"]
+    common = [
+        "--out",
+        str(out),
+        "--seed",
+        str(seed),
+        "--num-steps",
+        str(QUICK_STEPS) if quick else "2500",
+    ]
     two_workers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     console.print(f"Training at batch 16 in one process, then {len(RUNS)} runs in two ...")
     rows = run_training([], [*common, "base:1"])
     rows += run_training(two_workers, [*common, *RUNS])
-    folders = [out / f"{row['rule']}-{row['scale']}" for row in rows]
+    folders = [out / folder_name(row["rule"], scale=row["scale"]) for row in rows]
     title = "Digits: one schedule, tuned at batch 16"
     picture, page = plot_runs(folders, output=out / "digits.png", title=title)
     console.print(table_of(rows))

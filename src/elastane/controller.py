@@ -226,6 +226,7 @@ class StepController:
         return {
             "progress": self.progress,
             "step": self.step,
+            "per": self._measuring.per,
             "averages": [average.state_dict() for average in self._averages],
             "ramps": [asdict(ramp) for ramp in self._ramps],
         }
@@ -237,17 +238,21 @@ class StepController:
             StateError: another number of groups, another way to average, or other fields.
                 Nothing has changed then.
         """
-        missing = {"progress", "step", "averages", "ramps"} - set(state)
+        missing = {"progress", "step", "per", "averages", "ramps"} - set(state)
         if missing:
             raise StateError(f"the state of a step controller lacks {sorted(missing)}")
         averages = tuple(MomentAverage.from_state_dict(one) for one in state["averages"])
         ramps = tuple(_restored_ramp(one) for one in state["ramps"])
-        wanted = len(self._averages)
-        if {len(averages), len(ramps)} != {wanted}:
+        found, wanted, per = len(averages), len(self._averages), self._measuring.per
+        new = wanted - found if len(ramps) == found else 0
+        if new > 0 and per == state["per"] == "param_group":  # groups that joined after the save
+            averages += (MomentAverage(averaging=self._measuring.averaging),) * new
+            ramps += (RampState(),) * new
+        if state["per"] != per or {len(averages), len(ramps)} != {wanted}:
             message = (
-                f"the state has moments of {len(averages)} parameter groups and this session "
-                f"{wanted}: build the optimizer with the same groups, and Measuring with the "
-                "same `per`"
+                f"the state has moments of {found} parameter groups, measured per "
+                f"{state['per']!r}, and this session of {wanted}, per {per!r}: build the "
+                "optimizer with the same groups, and Measuring with the same `per`"
             )
             raise StateError(message)
         averaging = self._measuring.averaging

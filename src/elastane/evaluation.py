@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from elastane import order
+from elastane import order, replica
 from elastane.batching import World
 from elastane.data import LoaderOptions, StreamLoader
 from elastane.errors import ArgumentError, check_whole, describe
+from elastane.group import check_agreement, sum_over_workers
 
 __all__ = ["Evaluation", "evaluate"]
 
@@ -57,6 +59,9 @@ def evaluate(
 ) -> Evaluation:
     """Deal a dataset over the workers once, unevenly and without padding, and add up.
 
+    Collective: all workers call it at the same point. First the running statistics of BatchNorm
+    are merged over the workers (`replica.merge_batch_statistics`), so that all hold one model.
+
     Args:
         function: called with the model and a batch; returns sums over the batch's samples, under
             the same names each time.
@@ -66,10 +71,12 @@ def evaluate(
             process.
         batch_size: samples a call.
         world: this worker's place.
-        group: group over which to add up, `None` for one worker.
+        group: the workers' group, `None` for one worker.
 
     Raises:
         ArgumentError: a batch size that is no whole number above 0, or no sums.
+        StateError: the workers' functions return other names.
+        CommunicationError: a worker is gone, or does not evaluate.
     """
     began = time.perf_counter()
     check_whole("batch_size", batch_size, at_least=1, way_out="Samples of one call.")
@@ -79,14 +86,19 @@ def evaluate(
             shuffle=False, collate_fn=options.collate_fn, pin_memory=options.pin_memory
         ),
     )
+    if group is not None:
+        replica.merge_batch_statistics(
+            model,
+            sum_over_workers=partial(sum_over_workers, group=group),
+            world_size=world.world_size,
+        )
     start, stop = order.split(0, loader.num_samples, parts=world.world_size, part=world.rank)
     ranges = [(i, min(i + batch_size, stop)) for i in range(start, stop, batch_size)]
     has_samples = bool(ranges)
     totals: dict[str, torch.Tensor] = {}
     with _evaluation_mode(model), torch.no_grad():
         for batch in loader.read(ranges or [(0, 1)]):
-            for name, value in function(model, batch).items():
-                value = torch.as_tensor(value).detach().double().reshape(())
+            for name, value in _checked(function(model, batch)).items():
                 totals[name] = totals[name] + value if name in totals else value
     if not totals:
         rule, way_out = "returned no sums", 'Return for example {"correct": number_of_hits}.'
@@ -97,12 +109,29 @@ def evaluate(
     if not has_samples:
         sums.zero_()
     if group is not None:
-        dist.all_reduce(sums, group=group)
+        check_agreement({"names of the sums": names}, group=group, device=device)
+        sum_over_workers(sums, group=group)
     return Evaluation(
         sums=dict(zip(names, sums.tolist(), strict=True)),
         num_samples=loader.num_samples,
         seconds=time.perf_counter() - began,
     )
+
+
+def _checked(result: Any) -> dict[str, torch.Tensor]:
+    """Return a batch's sums as float64 scalars."""
+    way_out = 'Return sums by name, for example {"correct": (answers == labels).sum()}.'
+    if not isinstance(result, Mapping):
+        rule = "the evaluation function must return a mapping from names to sums"
+        raise ArgumentError(describe("result", result, rule=rule, way_out=way_out))
+    sums: dict[str, torch.Tensor] = {}
+    for name, value in result.items():
+        tensor = torch.as_tensor(value).detach()
+        if tensor.numel() != 1:
+            shown, rule = f"tensor of shape {tuple(tensor.shape)}", "must be one number"
+            raise ArgumentError(describe(f"result[{name!r}]", shown, rule=rule, way_out=way_out))
+        sums[name] = tensor.double().reshape(())
+    return sums
 
 
 @contextmanager

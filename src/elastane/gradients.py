@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from elastane._compat import GradBucket, foreach_add_, foreach_mul_
+from elastane._compat import GradBucket, foreach_add_, foreach_mul_, foreach_zero_
 from elastane.errors import CommunicationError, UnsupportedError, UsageError
 from elastane.measurement import Measurement, read_measurement
 from elastane.norms import squared_norm, squared_norm_of_all
@@ -86,6 +86,31 @@ class GradientTap:
         """Forget the process group; the next steps are this process's own."""
         self._process_group = None
         self._finds_unused = self._has_bucket_views = False
+        self.begin(batch_samples=1.0)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the steps are this process's own."""
+        return self._process_group is None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the mean gradient lies in `p.grad`."""
+        return self._settled is not None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the group broke in this window."""
+        return self._failure is not None
+
+    @property
+    def has_set_aside(self) -> bool:
+        """Whether gradients of inner micro-batches wait for the last one."""
+        return bool(self._set_aside)
+
+    def note_failure(self, cause: str) -> None:
+        """Take the window for broken: `settle` will raise."""
+        self._failure = cause
 
     def begin(self, *, batch_samples: float, measure: bool = True) -> None:
         """Open a window.
@@ -124,6 +149,14 @@ class GradientTap:
         """
         gradients = self._take_gradients()
         self._count_local(gradients)
+        if self._weight:
+            self._keep(gradients)
+        if self._finds_unused:
+            # DDP wants a gradient for all that was used since it last averaged.
+            for parameter, gradient in gradients.items():
+                parameter.grad = torch.zeros_like(gradient)
+
+    def _keep(self, gradients: dict[Tensor, Tensor]) -> None:
         share = self._weight / self._batch_samples
         new = [p for p in gradients if id(p) not in self._set_aside]
         old = [p for p in gradients if id(p) in self._set_aside]
@@ -135,12 +168,8 @@ class GradientTap:
         if old:
             kept = [self._set_aside[id(p)] for p in old]
             foreach_add_(kept, [gradients[p] for p in old], alpha=share)
-        if self._finds_unused:
-            # DDP wants a gradient for all that was used since it last averaged.
-            for parameter, gradient in gradients.items():
-                parameter.grad = torch.zeros_like(gradient)
 
-    def settle(self, *, loss_scale: float = 1.0) -> Measurement:
+    def settle(self, *, loss_scale: Extra = 1.0) -> Measurement:
         """Finish the window: leave the mean gradient in `p.grad` and return the measurement.
 
         The one place that waits: for one small vector. Calls after the first return the same.
@@ -158,7 +187,7 @@ class GradientTap:
             if self._process_group is None:
                 self._merge_own()
             elif self._small is None and self._failure is None:
-                raise UsageError(_NO_BACKWARD)
+                raise UsageError(self._describe_missing())
             self._settled = self._read(loss_scale)
         return self._settled
 
@@ -166,7 +195,9 @@ class GradientTap:
         gradients = self._take_gradients()
         self._count_local(gradients)
         share = self._weight / self._batch_samples
-        if share != 1:
+        if share == 0:
+            foreach_zero_(list(gradients.values()))
+        elif share != 1:
             foreach_mul_(list(gradients.values()), share)
         both = [p for p in gradients if id(p) in self._set_aside]
         if both:
@@ -195,8 +226,21 @@ class GradientTap:
     def _count_local(self, gradients: dict[Tensor, Tensor]) -> None:
         self._total_weight += self._weight
         self._num_gradients += self._weight > 0
-        if self._measure:
+        if self._measure and self._weight:
             self._local.append(self._grouped_sqr_norms(gradients) * self._weight)
+
+    def _describe_missing(self) -> str:
+        """Return why DDP did not average: no backward, or one that missed parameters."""
+        every = [p for group in self._parameters for p in group if p.requires_grad]
+        missed = [p for p in every if p.grad is None]
+        if len(missed) == len(every):
+            return _NO_BACKWARD
+        shapes = ", ".join(str(tuple(p.shape)) for p in missed[:4])
+        return (
+            f"backward did not reach {len(missed)} of {len(every)} parameters (shapes {shapes}), "
+            "and DDP waits for them: compute the loss with session.model, and if parameters are "
+            "unused by design pass ddp={'find_unused_parameters': True} or freeze them"
+        )
 
     def _grouped_sqr_norms(self, gradients: Mapping[Tensor, Tensor | None]) -> Tensor:
         """Return the squared norms of the groups' gradients, of shape (num_groups,)."""
@@ -213,9 +257,12 @@ class GradientTap:
         buffer = bucket.buffer()
         runs = self._runs(bucket)
         self._reduced_twice |= self._small is not None
-        if self._measure:
-            self._local.append(self._segment_sqr_norms(buffer, runs) * self._weight)
-        buffer.mul_(self._weight / self._batch_samples)
+        if self._weight:
+            if self._measure:
+                self._local.append(self._segment_sqr_norms(buffer, runs) * self._weight)
+            buffer.mul_(self._weight / self._batch_samples)
+        else:
+            buffer.zero_()
         if self._set_aside:
             self._add_set_aside(bucket)
         future = self._all_reduce(buffer)
@@ -297,7 +344,7 @@ class GradientTap:
     def _launch_small(self, device: torch.device) -> None:
         """Start the step's small SUM reduction: statistics, count, flag, extras."""
         local = torch.zeros(len(self._parameters), dtype=torch.float64, device=device)
-        if self._measure:
+        if self._local:
             local = torch.stack(self._local).sum(0)
         finite = local.isfinite().all()
         local = torch.where(finite, local, torch.zeros_like(local))
@@ -316,17 +363,18 @@ class GradientTap:
                 vector[place] = value
         return vector
 
-    def _read(self, loss_scale: float) -> Measurement:
+    def _read(self, loss_scale: Extra) -> Measurement:
         vector = self._wait()
         if self._failure is not None:
-            raise CommunicationError(f"the process group broke in this step: {self._failure}")
+            raise CommunicationError(_BROKEN.format(cause=self._failure))
         means = torch.stack([self._means[index] for index in sorted(self._means)]).sum(0)
-        values = torch.cat([vector, means]).tolist()
+        scale = self._as_vector([loss_scale], vector.device)
+        *values, known_scale = torch.cat([vector, means, scale]).tolist()
         measurement = read_measurement(
             values[: len(vector)],
             values[len(vector) :],
             batch_samples=self._batch_samples,
-            loss_scale=loss_scale,
+            loss_scale=known_scale,
             measured=self._measure,
         )
         if 0 < measurement.weight != self._batch_samples:
@@ -349,6 +397,11 @@ def _average_bucket(tap: GradientTap, bucket: GradBucket) -> torch.futures.Futur
     return tap._reduce_bucket(bucket)
 
 
+_BROKEN = (
+    "the process group broke in this step, which this worker has not committed: {cause}. Usually "
+    "another worker failed (look at its log), left the loop by `break` (session.stop() stops all) "
+    "or called session.evaluate() alone"
+)
 _NO_BACKWARD = (
     "step() without a gradient: no parameter of the optimizer has one; call session.backward(loss) "
     "or loss.backward() on a loss computed with session.model before each step()"

@@ -5,6 +5,7 @@ Knows process groups and DDP; nothing of steps, data or schedules.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from elastane import _env, replica
 from elastane._compat import PrefixStore, rendezvous
 from elastane.batching import World
+from elastane.errors import CommunicationError, StateError
 from elastane.gradients import GradientTap
 
-__all__ = ["discover_world", "joined"]
+__all__ = ["Membership", "check_agreement", "discover_world", "sum_over_workers"]
 
 
 def discover_world() -> World:
@@ -28,28 +30,114 @@ def discover_world() -> World:
     return World() if launch is None else World(rank=launch.rank, world_size=launch.world_size)
 
 
-@contextmanager
-def joined(
-    model: replica.Replica, *, tap: GradientTap, world: World, ddp: Mapping[str, Any]
-) -> Iterator[dist.ProcessGroup | None]:
-    """Take part for the length of a block: open the group, wrap the model, average gradients.
+class Membership:
+    """This worker's place among the workers, and the wrapper that averages over them.
 
-    Yields the group, or `None` for a single worker, whose model stays bare.
+    Args:
+        model: the module that users hold; it is told of every wrapper.
+        tap: averages and measures the wrapper's gradients.
+        world: this worker's place.
+        ddp: further arguments of DDP.
     """
-    device = next(model.parameters()).device
-    with _open_group(world, device=device) as group:
-        if group is None:
-            yield None
+
+    def __init__(
+        self, model: replica.Replica, *, tap: GradientTap, world: World, ddp: Mapping[str, Any]
+    ) -> None:
+        self._model = model
+        self._tap = tap
+        self._ddp = dict(ddp)
+        self._trainable: frozenset[int] = frozenset()
+        self.world = world
+        self.group: dist.ProcessGroup | None = None
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Take part for the length of a block; a single worker's model stays bare."""
+        with _open_group(self.world, device=self._device) as self.group:
+            try:
+                self.refresh()
+                yield
+            finally:
+                self._unwrap()
+                self.group = None
+
+    def refresh(self) -> None:
+        """Wrap the model, and again when other parameters of it require gradients.
+
+        DDP averages what required a gradient when it was made. All workers must freeze and
+        unfreeze alike.
+        """
+        if self.group is None:
             return
-        wrapper = replica.wrap(model.inner, group=group, options=ddp)
-        tap.attach(wrapper, group=group)
-        model.use(wrapper)
-        del wrapper
-        try:
-            yield group
-        finally:
-            model.use(None)
-            tap.detach()
+        trainable = frozenset(id(p) for p in self._model.parameters() if p.requires_grad)
+        if trainable != self._trainable:
+            self._unwrap()
+            wrapper = replica.wrap(self._model.inner, group=self.group, options=self._ddp)
+            self._tap.attach(wrapper, group=self.group)
+            self._model.use(wrapper, on_failure=self._tap.note_failure)
+            self._trainable = trainable
+
+    def check_agreement(self, facts: Mapping[str, object]) -> None:
+        """Refuse to go on where workers differ in what must be the same (see the function)."""
+        if self.group is not None:
+            check_agreement(facts, group=self.group, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+    def _unwrap(self) -> None:
+        self._model.use(None)
+        self._tap.detach()
+        self._trainable = frozenset()
+
+
+def check_agreement(
+    facts: Mapping[str, object], *, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Compare named facts over the workers.
+
+    Raises:
+        StateError: on every worker, naming what differs.
+        CommunicationError: the group broke.
+    """
+    own = torch.tensor([_digest(value) for value in facts.values()], device=device)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    with _as_communication_error():
+        dist.all_gather(gathered, own, group=group)
+    same = (torch.stack(gathered) == gathered[0]).all(0).tolist()
+    differing = [name for name, is_same in zip(facts, same, strict=True) if not is_same]
+    if differing:
+        shown = ", ".join(f"{name}={facts[name]!r}" for name in differing)
+        raise StateError(
+            f"the workers differ in what must be the same on all; here {shown}: start all of them "
+            "with the same arguments, and load the same saved state on each"
+        )
+
+
+def sum_over_workers(values: torch.Tensor, *, group: dist.ProcessGroup) -> None:
+    """Add up a tensor over the workers, in place.
+
+    Raises:
+        CommunicationError: the group broke.
+    """
+    with _as_communication_error():
+        dist.all_reduce(values, group=group)
+
+
+@contextmanager
+def _as_communication_error() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"the process group broke, {error}: another worker failed, or did not call this"
+        ) from error
+
+
+def _digest(value: object) -> int:
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 @contextmanager

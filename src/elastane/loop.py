@@ -5,6 +5,7 @@ Joins feed and stepper; knows nothing of process groups, checkpoints or evaluati
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -15,6 +16,7 @@ from elastane import replica
 from elastane.batching import MicroBatch
 from elastane.errors import NonFiniteError, UsageError
 from elastane.feed import Feed
+from elastane.group import Membership
 from elastane.reporting import Reporter, StepResult
 from elastane.stepper import Stepper
 
@@ -30,6 +32,7 @@ class Loop:
         model: what the user computes the loss with.
         feed: where micro-batches come from.
         stepper: what makes steps of them.
+        membership: wraps the model anew where other parameters are trained.
         reporter: is told of every step.
     """
 
@@ -39,12 +42,15 @@ class Loop:
         *,
         feed: Feed,
         stepper: Stepper,
+        membership: Membership,
         reporter: Reporter,
     ) -> None:
         self._model = model
         self._feed = feed
         self.stepper = stepper
+        self._membership = membership
         self._reporter = reporter
+        self._in_window = False
         self._micro_batch: MicroBatch | None = None
         self._contexts = ExitStack()
         self._skipped = 0
@@ -75,27 +81,70 @@ class Loop:
         """Samples of the micro-batch at work that count."""
         return self._require_micro_batch().weight
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the micro-batch at work is this worker's last of the window."""
+        return self._require_micro_batch() is self._plan.micro_batches[-1]
+
     def windows(self) -> Iterator[Any]:
-        """Yield micro-batches until the run is over."""
-        self.abandon()
-        while not self.done:
-            self._plan = self._feed.plan(self.position)
-            self.stepper.open(self._plan)
-            for micro_batch, data in self._feed.window(self._plan):
-                self._begin(micro_batch)
-                yield data
-                if self._micro_batch is not None:
-                    raise UsageError(
-                        "step() was not called after a micro-batch: call session.step() at the "
-                        "end of every turn of the loop; it returns None inside a window"
-                    )
+        """Yield micro-batches until the run is over; what is left open when left is dropped."""
+        if self.done:
+            warnings.warn(
+                f"the run is {self.outcome}, so there is nothing to iterate over: raise num_steps, "
+                "or build a new session for a new run",
+                stacklevel=3,
+            )
+        try:
+            while not self.done:
+                yield from self._window()
+        finally:
+            self.abandon()
+
+    def _window(self) -> Iterator[Any]:
+        self._membership.refresh()
+        self._plan = self._feed.plan(self.position)
+        self._in_window = True
+        self.stepper.open(self._plan, extras=self._extras)
+        for micro_batch, data in self._feed.window(self._plan):
+            self._begin(micro_batch)
+            yield data
+            if self._micro_batch is not None:
+                raise UsageError(
+                    "step() was not called after a micro-batch: call session.step() at the end of "
+                    "every turn of the loop; it returns None inside a window"
+                )
+
+    def facts(self) -> dict[str, object]:
+        """Return what all workers must start from alike."""
+        controller = self.stepper.controller
+        return {
+            "num_steps": controller.num_steps,
+            "step": controller.step,
+            "progress": controller.progress,
+            "position": self.position,
+            "end of the next batch": self._feed.plan(self.position).stop,
+            "learning rates": self.stepper.learning_rates(),
+        }
+
+    def go_to(self, position: int) -> None:
+        """Take up a position, as a run that is not over."""
+        self.position = position
+        self.stopped = self._stop_asked = False
+        self._skipped = 0
+
+    def check_between_windows(self) -> None:
+        """Refuse what can't be done while a window is open."""
+        if self._in_window:
+            raise UsageError(
+                "a state can't be loaded inside an accumulation window: load it before the loop, "
+                "or after a step() that returned a result"
+            )
 
     def _begin(self, micro_batch: MicroBatch) -> None:
         """Set gradient synchronisation and batch statistics for one forward and backward."""
         self._micro_batch = micro_batch
-        self._is_last = micro_batch is self._plan.micro_batches[-1]
-        self.stepper.begin(micro_batch.weight, last=self._is_last)
-        if not self._is_last:
+        self.stepper.begin(micro_batch.weight, last=self.is_last)
+        if not self.is_last:
             self._contexts.enter_context(replica.without_sync(self._model))
         if micro_batch.weight == 0:
             self._contexts.enter_context(replica.idle_batch_norm(self._model))
@@ -107,12 +156,13 @@ class Loop:
 
     def step(self) -> StepResult | None:
         """End the micro-batch at work, and with the last one the window."""
-        self._require_micro_batch()
+        is_last = self.is_last
         try:
-            if not self._is_last:
+            if not is_last:
                 self.stepper.set_aside()
                 return None
             outcome = self.stepper.finish()
+            self._in_window = False
         finally:
             self._end_micro_batch()
         self.stopped = outcome.extras[0] > 0
@@ -135,12 +185,13 @@ class Loop:
         """Have all workers stop after the same step."""
         self._stop_asked = True
 
-    def extras(self) -> Sequence[float]:
+    def _extras(self) -> Sequence[float]:
         """Return what is summed over the workers with each step: who asks to stop."""
         return (float(self._stop_asked),)
 
     def abandon(self) -> None:
         """Drop what was not committed."""
+        self._in_window = False
         self._end_micro_batch()
         self.stepper.discard()
 

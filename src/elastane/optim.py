@@ -1,6 +1,7 @@
 """The scaled step: the user's optimizer under a scaled learning rate, and the schedule's moves.
 
-Optimizer and scheduler stay the user's: nothing is patched, subclassed or stored in them. Knows
+Optimizer and scheduler stay the user's: nothing is patched or subclassed, and nothing stored but
+the `initial_lr` of a group, as torch's schedulers do. Knows
 nothing of gradients, data or workers; what factor and how much progress, others decide.
 """
 
@@ -18,7 +19,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from elastane._compat import foreach_mul_
-from elastane.errors import ArgumentError, StateError, UnsupportedError, describe
+from elastane.errors import (
+    ArgumentError,
+    StateError,
+    UnsupportedError,
+    UsageError,
+    describe,
+)
 
 __all__ = ["ScaledStep", "Schedule", "clip_gradients", "momentum_of", "scaled_lr"]
 
@@ -68,8 +75,11 @@ def _check_shared_lrs(groups: Sequence[Mapping[str, Any]], factors: Sequence[flo
 
 
 def momentum_of(optimizer: Optimizer) -> float:
-    """Return the momentum of the first group: `momentum`, or `betas[0]`; 0 if it has neither."""
-    group = optimizer.param_groups[0]
+    """Return the largest momentum of the groups: `momentum`, or `betas[0]`; 0 if none has any."""
+    return max(_momentum(group) for group in optimizer.param_groups)
+
+
+def _momentum(group: Mapping[str, Any]) -> float:
     betas = group.get("betas")
     return float(betas[0] if betas else group.get("momentum", 0.0))
 
@@ -122,12 +132,13 @@ class Schedule:
             way_out = "Pass for example CosineAnnealingLR(optimizer, T_max=num_steps)."
             raise ArgumentError(describe("schedule", schedule, rule=rule, way_out=way_out))
         self._optimizer = optimizer
+        self._num_steps = num_steps
         self._end = math.floor(num_steps)
         if self._scheduler is not None:
             self._check(self._scheduler, num_steps)
         self._base_lrs: list[float] = []
         self._moved = 0
-        self._apply(0.0)
+        self.advance(0.0)
 
     def _check(self, scheduler: LRScheduler, num_steps: float) -> None:
         if scheduler.optimizer is not self._optimizer:
@@ -142,23 +153,54 @@ class Schedule:
                 raise ArgumentError(describe("schedule", scheduler, rule=rule, way_out=way_out))
             self._end = min(self._end, total - 1)
 
+    def check_untouched(self) -> None:
+        """Refuse a scheduler that somebody else has stepped.
+
+        Raises:
+            UsageError: it stands elsewhere than progress has moved it.
+        """
+        last_epoch = getattr(self._scheduler, "last_epoch", self._moved)
+        if last_epoch != self._moved:
+            raise UsageError(
+                f"the schedule stands at step {last_epoch} and progress has moved it to "
+                f"{self._moved}: don't call schedule.step() yourself, the session does; to go on "
+                "with a run, load the session's state, which holds the schedule's"
+            )
+
+    def multiplier_at(self, progress: float) -> float | None:
+        """Return the callable's checked multiplier at a progress, its end at most.
+
+        Raises:
+            ArgumentError: it is no finite number of at least 0.
+        """
+        if self._multiplier is None:
+            return None
+        multiplier: Any = self._multiplier(min(progress, self._num_steps))
+        try:
+            number = float(multiplier)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isfinite(number) and number >= 0:
+            return number
+        rule = f"returned {multiplier!r} at progress {progress:g}"
+        way_out = "A multiplier must be a finite number of at least 0."
+        raise ArgumentError(describe("schedule", self._multiplier, rule=rule, way_out=way_out))
+
     def advance(self, progress: float) -> None:
         """Move to `progress`: by the whole number of base steps crossed since the last move."""
+        self.move(progress, multiplier=self.multiplier_at(progress))
+
+    def move(self, progress: float, *, multiplier: float | None) -> None:
+        """Move to `progress`, whose multiplier is known already."""
         if self._scheduler is not None:
             target = min(math.floor(progress), self._end)
             for _ in range(target - self._moved):
                 self._scheduler.step()
             self._moved = max(self._moved, target)
-        self._apply(progress)
+        if multiplier is not None:
+            self._set_lrs(multiplier)
 
-    def _apply(self, progress: float) -> None:
-        if self._multiplier is None:
-            return
-        multiplier = self._multiplier(progress)
-        if not (math.isfinite(multiplier) and multiplier >= 0):
-            rule = f"returned {multiplier!r} at progress {progress:g}"
-            way_out = "A multiplier must be finite and at least 0."
-            raise ArgumentError(describe("schedule", self._multiplier, rule=rule, way_out=way_out))
+    def _set_lrs(self, multiplier: float) -> None:
         groups = self._optimizer.param_groups
         new = groups[len(self._base_lrs) :]
         self._base_lrs += [float(group.setdefault("initial_lr", group["lr"])) for group in new]
@@ -199,7 +241,7 @@ class Schedule:
             _set_lr(group, lr)
         self._moved = int(state["moved"])
         self._base_lrs[: len(base_lrs)] = [float(lr) for lr in base_lrs]
-        self._apply(progress)
+        self.advance(progress)
 
 
 class ScaledStep:
@@ -242,6 +284,7 @@ class ScaledStep:
         Returns:
             What the optimizer's `step` returned.
         """
+        multiplier = self._schedule.multiplier_at(progress)
         with scaled_lr(self._optimizer, factors):
             if scaler is not None and closure is not None:
                 raise UnsupportedError("a closure can't be combined with a scaler: leave one out")
@@ -251,7 +294,7 @@ class ScaledStep:
                 result = self._optimizer.step(closure)
             else:
                 result = self._optimizer.step()
-        self._schedule.advance(progress)
+        self._schedule.move(progress, multiplier=multiplier)
         return result
 
 

@@ -6,7 +6,7 @@ Knows DDP and the kinds of model that are refused; nothing of statistics or data
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "check_model",
     "fewest_samples",
     "idle_batch_norm",
+    "merge_batch_statistics",
     "without_sync",
     "wrap",
 ]
@@ -93,6 +94,34 @@ def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.clone()
 
 
+def merge_batch_statistics(
+    model: nn.Module, *, sum_over_workers: Callable[[torch.Tensor], None], world_size: int
+) -> None:
+    """Give all workers the same running statistics of BatchNorm: those of all their samples.
+
+    The mean of the workers' means, and by the law of total variance the mean of their variances
+    plus the variance of their means; each worker counts once.
+
+    Args:
+        model: bare module.
+        sum_over_workers: adds up a tensor over the workers, in place.
+        world_size: number of workers.
+    """
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    known = [(m.running_mean, m.running_var) for m in layers]
+    pairs = [(mean, var) for mean, var in known if mean is not None and var is not None]
+    if not pairs:
+        return
+    flat = torch.cat([torch.cat([mean, var + mean.square()]).double() for mean, var in pairs])
+    sum_over_workers(flat)
+    flat /= world_size
+    sizes = [size for mean, _ in pairs for size in (mean.numel(), mean.numel())]
+    merged = flat.split(sizes)
+    for (mean, var), first, second in zip(pairs, merged[::2], merged[1::2], strict=True):
+        mean.copy_(first)
+        var.copy_((second - first.square()).clamp(min=0))
+
+
 def wrap(
     model: nn.Module, *, group: dist.ProcessGroup, options: Mapping[str, Any]
 ) -> DistributedDataParallel:
@@ -147,19 +176,42 @@ class Replica(nn.Module):
         self._parameters, self._buffers = model._parameters, model._buffers
         self._modules = model._modules
         self.__dict__["inner"] = model
-        self.__dict__["_wrapper"] = None
+        self.__dict__["_wrapper"] = self.__dict__["_on_failure"] = None
         self.training = model.training
 
-    def use(self, wrapper: nn.Module | None) -> None:
-        """Forward to `wrapper` from now on, or to the inner module."""
+    def use(
+        self, wrapper: nn.Module | None, *, on_failure: Callable[[str], None] | None = None
+    ) -> None:
+        """Forward to `wrapper` from now on, or to the inner module.
+
+        Args:
+            wrapper: replica wrapper, or `None`.
+            on_failure: told of a wrapper that failed where the inner module did not: DDP
+                communicates in its second forward, and a peer may be gone by then. The inner
+                module's output is returned, and the step ends as one whose group broke.
+        """
         self.__dict__["_wrapper"] = wrapper
+        self.__dict__["_on_failure"] = on_failure
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the current replica."""
         wrapper = self.__dict__["_wrapper"]
         if wrapper is None or not torch.is_grad_enabled():
             return self.__dict__["inner"](*args, **kwargs)
-        return wrapper(*args, **kwargs)
+        on_failure = self.__dict__["_on_failure"]
+        try:
+            return wrapper(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if on_failure is None:
+                raise
+            output = self.__dict__["inner"](*args, **kwargs)
+            on_failure(str(error))
+            return output
+
+    def __repr__(self) -> str:
+        return f"Replica({self.__dict__['inner']!r})"
 
     def train(self, mode: bool = True) -> Replica:
         """Set training mode, on the inner module too."""

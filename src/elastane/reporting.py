@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -73,13 +73,22 @@ class StepResult:
         return None if self.moments is None else noise.noise_scale(self.moments)
 
 
+class Run(Protocol):
+    """What a reporter wants to know of a run when it ends."""
+
+    @property
+    def outcome(self) -> str:
+        """How it ended."""
+        ...
+
+
 class Reporter:
     """Builds step results and, on rank 0, hands the run's events to its sinks.
 
     Args:
         controller: knows step and progress.
         world: this worker's place.
-        num_samples: samples of an epoch.
+        facts: what the run is, for its start event.
         run_dir: folder for the events, or `None`.
         sinks: further receivers.
         progress_bar: whether to draw one.
@@ -90,38 +99,59 @@ class Reporter:
         controller: StepController,
         *,
         world: World,
-        num_samples: int,
+        facts: Mapping[str, object],
         run_dir: str | PathLike[str] | None,
         sinks: Sequence[Sink],
         progress_bar: bool,
     ) -> None:
         self._controller = controller
         self._world = world
-        self._num_samples = num_samples
+        self._facts = facts
         self._run_dir = run_dir
         self._sinks = list(sinks)
         self._progress_bar = progress_bar
         self._telemetry = Telemetry([])
         self._started = self._last = time.perf_counter()
 
-    def start(self, **facts: object) -> None:
-        """Open the sinks and tell what the run is."""
+    @contextmanager
+    def running(self, run: Run) -> Iterator[None]:
+        """Open the sinks for the length of a run, and tell its start and its end."""
+        sinks: list[Sink] = []
         if self._world.rank == 0:
-            sinks = self._sinks
-            if self._run_dir is not None:
-                sinks = [JsonlSink(self._run_dir), *sinks]
+            sinks = (
+                [*self._sinks]
+                if self._run_dir is None
+                else [JsonlSink(self._run_dir), *self._sinks]
+            )
             if self._progress_bar:
-                sinks = [*sinks, ProgressBar(num_steps=math.ceil(self._controller.num_steps))]
-            self._telemetry = Telemetry(sinks)
-        self._started = self._last = time.perf_counter()
+                sinks.append(ProgressBar(num_steps=math.ceil(self._controller.num_steps)))
+        with Telemetry(sinks) as self._telemetry:
+            self._started = self._last = time.perf_counter()
+            self._telemetry.emit(
+                "start",
+                elastane_version=_version.__version__,
+                torch_version=str(torch.__version__),
+                num_steps=self._controller.num_steps,
+                world_size=self._world.world_size,
+                generation=self._world.generation,
+                **self._facts,
+            )
+            cause: str | None = None
+            try:
+                yield
+            except BaseException as error:
+                cause = type(error).__name__
+                raise
+            finally:
+                self._tell_end(cause or run.outcome)
+
+    def _tell_end(self, cause: str) -> None:
         self._telemetry.emit(
-            "start",
-            elastane_version=_version.__version__,
-            torch_version=str(torch.__version__),
-            num_steps=self._controller.num_steps,
-            world_size=self._world.world_size,
-            generation=0,
-            **facts,
+            "end",
+            step=self._controller.step,
+            progress=self._controller.progress,
+            seconds=time.perf_counter() - self._started,
+            cause=cause,
         )
 
     def step(self, outcome: Outcome, *, plan: StepPlan) -> StepResult:
@@ -150,10 +180,13 @@ class Reporter:
         if self._telemetry.enabled:
             fields: dict[str, Any] = asdict(result)
             moments = fields.pop("moments") or {"variance": None, "sqr_norm": None}
-            epoch = plan.start // self._num_samples
-            scale = result.noise_scale
             self._telemetry.emit(
-                "step", **fields, **moments, noise_scale=scale, epoch=epoch, generation=0
+                "step",
+                **fields,
+                **moments,
+                noise_scale=result.noise_scale,
+                epoch=plan.epoch,
+                generation=self._world.generation,
             )
         return result
 
@@ -178,14 +211,3 @@ class Reporter:
             seconds = time.perf_counter() - start
             step = self._controller.step
             self._telemetry.emit("pause", reason=reason, seconds=seconds, step=step)
-
-    def close(self, cause: str) -> None:
-        """Tell the end and close the sinks."""
-        self._telemetry.emit(
-            "end",
-            step=self._controller.step,
-            progress=self._controller.progress,
-            seconds=time.perf_counter() - self._started,
-            cause=cause,
-        )
-        self._telemetry.close()

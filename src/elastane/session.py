@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, ExitStack
 from os import PathLike
 from typing import Any, Self
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -18,19 +17,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from elastane import arguments, replica
-from elastane.batching import BatchPolicy, LocalBatch
-from elastane.controller import Measuring, StepController
+from elastane.assembly import assemble
+from elastane.batching import BatchPolicy, World
+from elastane.controller import Measuring
 from elastane.data import LoaderOptions
 from elastane.errors import UsageError
 from elastane.evaluation import Evaluation, EvaluationFunction, evaluate
-from elastane.feed import Feed
-from elastane.group import discover_world, joined
-from elastane.loop import Loop
 from elastane.momentum import Compensation, MomentumRamp
-from elastane.reporting import Reporter, StepResult
+from elastane.reporting import StepResult
 from elastane.scaling import AdaScale, Rule
-from elastane.state import SessionState
-from elastane.stepper import Stepper
 from elastane.telemetry import Sink
 
 __all__ = ["Session"]
@@ -90,54 +85,20 @@ class Session:
         sinks: Sequence[Sink] = (),
         progress_bar: bool = True,
     ) -> None:
-        arguments.check_base_batch_size(base_batch_size)
-        arguments.check_optimizer(optimizer, model)
+        given = dict(locals())
+        arguments.check_session(given)
         replica.check_model(model, ddp=ddp or {})
-        self.world = discover_world()
         self.model = replica.Replica(model)
-        policy = batch or LocalBatch(base_batch_size)
-        fewest = replica.fewest_samples(model)
-        self._feed = Feed(
-            dataset, options=loader, policy=policy, world=self.world, min_samples=fewest
-        )
-        num_samples = self._feed.num_samples
-        steps = arguments.base_steps(
-            num_steps, num_epochs=num_epochs, num_samples=num_samples, base=base_batch_size
-        )
-        controller = StepController(
-            rule,
-            base_batch_size=base_batch_size,
-            num_steps=steps,
-            compensation=compensation,
-            measuring=measuring,
-            num_groups=len(arguments.parameter_groups(optimizer, per=measuring.per)),
-        )
-        stepper = Stepper(
-            optimizer,
-            controller=controller,
-            schedule=schedule,
-            scaler=scaler,
-            max_norm=max_norm,
-            per=measuring.per,
-            extras=lambda: self._loop.extras(),
-        )
-        self._reporter = Reporter(
-            controller,
-            world=self.world,
-            num_samples=num_samples,
-            run_dir=run_dir,
-            sinks=sinks,
-            progress_bar=progress_bar,
-        )
-        self._loop = Loop(self.model, feed=self._feed, stepper=stepper, reporter=self._reporter)
-        run = {"num_samples": num_samples, "base_batch_size": base_batch_size, "seed": loader.seed}
-        device = next(model.parameters()).device
-        self._state = SessionState(run, loop=self._loop, rank=self.world.rank, device=device)
-        size = sum(parameter.numel() for parameter in model.parameters())
-        self._facts = run | {"rule": repr(rule), "policy": repr(policy), "parameters": size}
-        self._loader_options, self._ddp = loader, dict(ddp or {})
-        self._group: dist.ProcessGroup | None = None
+        self._parts = assemble(given, model=self.model)
+        self._loop = self._parts.loop
+        self._loader_options = loader
         self._open: ExitStack | None = None
+        self._was_open = False
+
+    @property
+    def world(self) -> World:
+        """This worker's rank, the number of workers, and the generation of the membership."""
+        return self._parts.membership.world
 
     @property
     def progress(self) -> float:
@@ -152,40 +113,48 @@ class Session:
     @property
     def epoch(self) -> int:
         """Number of the epoch that the next sample belongs to, from 0."""
-        return self.position // self._feed.num_samples
+        return self.position // self._parts.feed.num_samples
 
     @property
     def weight(self) -> int:
         """Samples of the present micro-batch that count; 0 where this worker has none."""
         return self._loop.weight
 
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether the present micro-batch ends the window: the one to clip after, by hand."""
+        return self._loop.is_last
+
     def __enter__(self) -> Self:
         """Start loader processes, then the process group if launched with one, and wrap."""
+        if self._was_open:
+            raise UsageError(_ENTERED_TWICE)
+        self._was_open = True
+        parts = self._parts
         with ExitStack() as stack:
-            stack.callback(self._feed.close)
-            self._feed.start(self.position)
-            self._group = stack.enter_context(
-                joined(self.model, tap=self._loop.stepper.tap, world=self.world, ddp=self._ddp)
-            )
-            self._reporter.start(**self._facts)
-            stack.push(self._report_end)
+            stack.callback(parts.feed.close)
+            parts.feed.start(self.position)
+            stack.enter_context(parts.membership.joined())
+            parts.membership.check_agreement({**parts.run, **self._loop.facts()})
+            stack.enter_context(parts.stepper.guarded())
+            stack.enter_context(parts.reporter.running(self._loop))
             stack.callback(self._loop.abandon)
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Unwrap the model, end what was started, and close the run's events."""
-        assert self._open is not None
-        stack, self._open, self._group = self._open, None, None
+        stack, self._open = self._require_open(), None
         stack.__exit__(*error)
 
-    def _report_end(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._reporter.close(self._loop.outcome if kind is None else kind.__name__)
+    def _require_open(self) -> ExitStack:
+        if self._open is None:
+            raise UsageError("the session is not open: do this inside `with Session(...) as s:`")
+        return self._open
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's micro-batches until the run's last base step."""
-        if self._open is None:
-            raise UsageError("the session is not open: iterate inside `with Session(...) as s:`")
+        self._require_open()
         return self._loop.windows()
 
     def backward(self, loss: Tensor, *, weight: float | None = None) -> None:
@@ -222,12 +191,13 @@ class Session:
 
     def pause(self, reason: str) -> AbstractContextManager[None]:
         """Return a context for work that the other workers must not take for a hang."""
-        return self._reporter.pause(reason)
+        self._require_open()
+        return self._parts.reporter.pause(reason)
 
     def evaluate(
         self, function: EvaluationFunction, dataset: Dataset[Any] | Any, *, batch_size: int = 256
     ) -> Evaluation:
-        """Deal a dataset over the workers once and add up exactly; see `elastane.evaluation`.
+        """Deal a dataset over the workers once and add up exactly; all workers must call it.
 
         Args:
             function: called with the bare model (in evaluation mode, without gradients) and a
@@ -235,6 +205,7 @@ class Session:
             dataset: map-style dataset with a length.
             batch_size: samples a call.
         """
+        self._require_open()
         result = evaluate(
             function,
             model=self.model.inner,
@@ -242,9 +213,9 @@ class Session:
             options=self._loader_options,
             batch_size=batch_size,
             world=self.world,
-            group=self._group,
+            group=self._parts.membership.group,
         )
-        self._reporter.evaluation(result)
+        self._parts.reporter.evaluation(result)
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -253,7 +224,7 @@ class Session:
         Progress, moments, ramps, schedule, position, loss scale and random generators. It loads
         with `torch.load(weights_only=True)`, under any number of workers.
         """
-        return self._state.state_dict()
+        return self._parts.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; before or after the optimizer's own, in any order.
@@ -261,4 +232,9 @@ class Session:
         Raises:
             StateError: another version, dataset length, base batch or seed.
         """
-        self._state.load_state_dict(state)
+        self._parts.state.load_state_dict(state)
+
+
+_ENTERED_TWICE = (
+    "a session is entered once: build a new one, and load the state of this one to go on with it"
+)

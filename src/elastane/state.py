@@ -60,6 +60,12 @@ class SessionState:
             StateError: saved by another version, or by a run with another identity; nothing has
                 changed then.
         """
+        self._loop.check_between_windows()
+        if not isinstance(state, Mapping) or "version" not in state:
+            raise StateError(
+                "this is no session's state: pass what session.state_dict() returned (for "
+                'example saved["session"])'
+            )
         for name, own in self._identity.items():
             if state.get(name) != own:
                 message = (
@@ -70,16 +76,15 @@ class SessionState:
         own = self.state_dict()
         try:
             self._take(state)
-        except (KeyError, TypeError, StateError) as error:
+        except Exception as error:
             self._take(own)
             if isinstance(error, StateError):
                 raise
-            raise StateError(
-                f"the state lacks something, or has it in another form: {error!r}"
-            ) from error
+            message = f"the state lacks something, or has it in another form: {error!r}"
+            raise StateError(message) from error
 
     def _take(self, state: Mapping[str, Any]) -> None:
         self._loop.stepper.controller.load_state_dict(state["controller"])
         self._loop.stepper.load_state_dict(state["stepper"])
         set_rng_state(state["rng"], rank=self._rank, device=self._device)
-        self._loop.position = int(state["position"])
+        self._loop.go_to(int(state["position"]))

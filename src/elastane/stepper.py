@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from elastane.arguments import parameter_groups
+from elastane import _compat
+from elastane.arguments import check_optimizer, parameter_groups
 from elastane.batching import StepPlan
 from elastane.controller import Decision, StepController
-from elastane.errors import ArgumentError, CommunicationError, check_positive, describe
+from elastane.errors import (
+    ArgumentError,
+    CommunicationError,
+    UsageError,
+    check_positive,
+    describe,
+)
 from elastane.gradients import Extra, GradientTap
 from elastane.measurement import Measurement
 from elastane.optim import ScaledStep, Schedule, clip_gradients, momentum_of
@@ -54,44 +61,74 @@ class Stepper:
 
     Args:
         optimizer: the user's.
+        model: bare module that the optimizer trains.
         controller: decides factor and progress.
         schedule: moves with progress: scheduler, function or `None`.
         scaler: gradient scaler, or `None`.
         max_norm: norm to which the mean gradient is clipped, or `None`.
         per: `Measuring.per`.
-        extras: values to be summed over the ranks with each step.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         *,
+        model: nn.Module,
         controller: StepController,
         schedule: LRScheduler | Callable[[float], float] | None,
         scaler: GradScaler | None,
         max_norm: float | None,
         per: str,
-        extras: Callable[[], Sequence[Extra]],
     ) -> None:
         if max_norm is not None:
             check_positive("max_norm", max_norm, way_out="None does not clip.")
         self._optimizer = optimizer
+        self._model = model
         self.controller = controller
         self._schedule = Schedule(schedule, optimizer=optimizer, num_steps=controller.num_steps)
         self._scaled_step = ScaledStep(optimizer, self._schedule)
         self._scaler = scaler
         self._max_norm = max_norm
         self._per = per
-        self._extras = extras
+        self._extras: Callable[[], Sequence[Extra]] = tuple
         self._num_parameters = self._count()
         self.tap = GradientTap(parameter_groups(optimizer, per=per), extras=self._all_extras)
         self._loss_sum: float | Tensor = 0.0
         self._loss_weight = 0.0
-        self._warned = False
+        self._warned = self._is_stepping = self._had_backward = False
 
-    def open(self, plan: StepPlan) -> None:
-        """Open a window for a plan; parameters that joined the optimizer are taken up."""
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Refuse, for the length of a block, steps of the optimizer that are not the session's."""
+        handle = self._optimizer.register_step_pre_hook(self._refuse_foreign_step)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _refuse_foreign_step(self, *_: object) -> None:
+        if not self._is_stepping:
+            raise UsageError(
+                "optimizer.step() was called inside the session: call session.step() alone, it "
+                "steps the optimizer (through the scaler, if there is one) and the schedule"
+            )
+
+    def learning_rates(self) -> tuple[float, ...]:
+        """Return the groups' scheduled learning rates."""
+        return tuple(float(group["lr"]) for group in self._optimizer.param_groups)
+
+    def open(self, plan: StepPlan, *, extras: Callable[[], Sequence[Extra]] = tuple) -> None:
+        """Open a window for a plan; parameters that joined the optimizer are taken up.
+
+        Args:
+            plan: the step's samples.
+            extras: called when the step is reduced; its values are summed over the ranks.
+        """
+        self._extras = extras
+        self._schedule.check_untouched()
         if self._count() != self._num_parameters:
+            check_optimizer(self._optimizer, self._model)
+            self.discard()
             groups = parameter_groups(self._optimizer, per=self._per)
             self.tap.set_groups(groups)
             self.controller.resize_groups(len(groups))
@@ -104,24 +141,27 @@ class Stepper:
     def begin(self, weight: float, *, last: bool) -> None:
         """Announce a micro-batch and the weight of its mean loss."""
         self._weight, self._is_last = float(weight), last
+        self._had_backward = False
         self.tap.begin_micro_batch(weight)
 
     def backward(self, loss: Tensor, *, weight: float | None) -> None:
         """Run backward on a mean loss; after a window's last, `p.grad` is the batch's mean."""
-        if loss.numel() != 1:
-            rule, way_out = "must be a scalar", "Take its mean over the micro-batch."
-            shape = f"tensor of shape {tuple(loss.shape)}"
-            raise ArgumentError(describe("loss", shape, rule=rule, way_out=way_out))
+        _check_loss(loss)
+        if self._had_backward:
+            raise UsageError(_TWO_BACKWARDS)
         if weight is not None and self._weight:
-            if not (math.isfinite(weight) and weight >= 0):
-                rule, way_out = "must be finite and at least 0", "Number of tokens, for example."
-                raise ArgumentError(describe("weight", weight, rule=rule, way_out=way_out))
-            self._weight = float(weight)
-            self.tap.begin_micro_batch(weight)
-        value = loss.detach().double().reshape(())
-        self._loss_sum = self._loss_sum + value * self._weight if self._weight else self._loss_sum
-        self._loss_weight += self._weight
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            self._weight = _checked_weight(weight)
+            self.tap.begin_micro_batch(self._weight)
+        if self._weight:
+            value = loss.detach().double().reshape(())
+            self._loss_sum = self._loss_sum + value * self._weight
+            self._loss_weight += self._weight
+        self._had_backward = True
+        try:
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        except RuntimeError:
+            if not self.tap.is_broken:
+                raise
         if self._is_last:
             with suppress(CommunicationError):
                 self._settle()
@@ -132,7 +172,9 @@ class Stepper:
 
     def finish(self) -> Outcome:
         """End the window: step, or skip on every rank if any gradient is not finite."""
-        measurement = self._settle()
+        scaler = self._scaler
+        is_unscaled = scaler is not None and _compat.is_unscaled(scaler, self._optimizer)
+        measurement = self._settle(is_unscaled=is_unscaled)
         decision = self.controller.decide(
             measurement.moments(),
             batch_samples=self._plan.batch_samples,
@@ -140,13 +182,13 @@ class Stepper:
             momentum=momentum_of(self._optimizer),
         )
         self._warn_if_blind(measurement, decision)
-        if self._scaler is not None:
-            self._unscale(self._scaler)
+        if scaler is not None and not is_unscaled:
+            scaler.unscale_(self._optimizer)
         lr = float(self._optimizer.param_groups[0]["lr"]) * decision.factors[0]
         if measurement.finite:
             self._step(decision, grad_norm=measurement.grad_norm)
-        if self._scaler is not None:
-            self._scaler.update()
+        if scaler is not None:
+            scaler.update()
         self.discard()
         loss_sum, loss_weight, *extras = measurement.extras
         return Outcome(
@@ -175,14 +217,27 @@ class Stepper:
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(dict(state["scaler"]))
 
-    def _settle(self) -> Measurement:
-        return self.tap.settle(loss_scale=1.0 if self._scaler is None else self._scaler.get_scale())
+    def _settle(self, *, is_unscaled: bool = False) -> Measurement:
+        """Settle the tap; gradients that the user unscaled before it are taken as they are."""
+        scale: Extra | None = 1.0
+        if self._scaler is not None and not self.tap.is_settled:
+            if is_unscaled and self.tap.is_alone and self.tap.has_set_aside:
+                raise UsageError(_UNSCALED_TOO_EARLY)
+            if not (is_unscaled and self.tap.is_alone):
+                scale = _compat.loss_scale(self._scaler)
+        if scale is None:
+            raise UsageError(_NEVER_SCALED)
+        return self.tap.settle(loss_scale=scale)
 
     def _step(self, decision: Decision, *, grad_norm: float) -> None:
         if self._max_norm is not None:
             clip_gradients(self._optimizer, max_norm=self._max_norm, grad_norm=grad_norm)
         progress = self.controller.progress + decision.progress
-        self._scaled_step.step(decision.factors, progress=progress, scaler=self._scaler)
+        self._is_stepping = True
+        try:
+            self._scaled_step.step(decision.factors, progress=progress, scaler=self._scaler)
+        finally:
+            self._is_stepping = False
         self.controller.commit(decision)
 
     def _warn_if_blind(self, measurement: Measurement, decision: Decision) -> None:
@@ -190,16 +245,9 @@ class Stepper:
         if self._warned or measurement.num_gradients != 1 or decision.moments is not None:
             return
         scale = decision.scale * self._plan.nominal_samples / self._plan.batch_samples
+        self._warned = True
         if scale != 1 and self.controller.depends_on_gain(scale):
-            self._warned = True
             warnings.warn(_BLIND.format(scale=scale), stacklevel=5)
-
-    def _unscale(self, scaler: GradScaler) -> None:
-        try:
-            scaler.unscale_(self._optimizer)
-        except RuntimeError as error:
-            if "already been called" not in str(error):
-                raise
 
     def _all_extras(self) -> Sequence[Extra]:
         return (self._loss_sum, self._loss_weight, *self._extras())
@@ -213,3 +261,36 @@ _BLIND = (
     "micro-batch) the gain can't be measured and stays 1: split the batch, for example "
     "LocalBatch(samples, micro_batches=2)"
 )
+_TWO_BACKWARDS = (
+    "two session.backward() calls in one micro-batch: add up the losses and call it once before "
+    "each step()"
+)
+_NEVER_SCALED = (
+    "the session has a scaler and no loss was scaled: use session.backward(loss), which scales, "
+    "or scaler.scale(loss).backward()"
+)
+_UNSCALED_TOO_EARLY = (
+    "scaler.unscale_() was called before the gradients of the accumulation window were put "
+    "together: use session.backward(loss), which does that, instead of loss.backward()"
+)
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        rule, way_out = "must be a tensor", "Pass what your loss function returned."
+        raise ArgumentError(describe("loss", loss, rule=rule, way_out=way_out))
+    shown = f"tensor of shape {tuple(loss.shape)}"
+    if loss.numel() != 1:
+        rule, way_out = "must be a scalar", "Take its mean over the micro-batch."
+        raise ArgumentError(describe("loss", shown, rule=rule, way_out=way_out))
+    if not loss.requires_grad:
+        rule = "has no gradient to run backward for"
+        way_out = "Compute it from session.model's output, with gradients on and not detached."
+        raise ArgumentError(describe("loss", shown, rule=rule, way_out=way_out))
+
+
+def _checked_weight(weight: object) -> float:
+    if isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0:
+        return float(weight)
+    rule, way_out = "must be a finite number of at least 0", "Number of tokens, for example."
+    raise ArgumentError(describe("weight", weight, rule=rule, way_out=way_out))

@@ -21,10 +21,15 @@ import click
 )
 @click.option("--title", metavar="T", help="Stands above the picture.")
 def plot(run_dirs: tuple[Path, ...], *, output: Path | None, title: str | None) -> None:
-    """Draw runs on one page, as a PNG picture and a self-contained HTML page."""
-    from elastane.plots import plot_runs
+    """Draw runs on one page, as a PNG picture and a self-contained HTML page.
 
+    RUN_DIR is the folder that a run was told to write to, or its events.jsonl.
+    """
+    from elastane.plots import plot_runs
+    from elastane.plots.runs import run_folders
+
+    folders = run_folders(run_dirs)
     if output is None:
-        output = (run_dirs[0] if len(run_dirs) == 1 else Path()) / "plot.png"
-    for path in plot_runs(run_dirs, output=output, title=title):
+        output = (folders[0] if len(folders) == 1 else Path()) / "plot.png"
+    for path in plot_runs(folders, output=output, title=title):
         click.echo(f"wrote {path}")

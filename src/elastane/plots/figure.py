@@ -5,12 +5,15 @@ Knows matplotlib's figure objects, and sets no global state: no pyplot, no rcPar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from elastane.errors import UsageError
 from elastane.plots.flags import flags
-from elastane.plots.panels import Curve, Panel
+from elastane.plots.panels import SMOOTHED_PART, Curve, Panel, sharers
 from elastane.plots.runs import Array, Change, Run, Series
 
 if TYPE_CHECKING:
@@ -33,7 +36,17 @@ _LABEL_PT, _TICK_PT, _FLAG_PT = 9.0, 8.0, 7.0
 _WIDTH_IN, _PANEL_IN, _MARGIN_IN = 9.0, 1.25, 0.9
 _FLAG_ROW_PT = 10.0
 _MAX_MARKERS = 50
+_ALPHA = 0.9  # a line below another one shines through
 _MARK = {"lw": 0.6, "alpha": 0.6}
+_STRIPE_PT = 7.0
+_LETTER_PT, _HANDLE_PT, _GAP_PT = 5.0, 26.0, 18.0  # of the legend
+# An annealed rate goes down to 0, a loss may too: the axis ends this far below its largest value.
+_LOWEST_PART = 1e-4
+_CAPTION = (
+    "Progress τ: what the optimizer steps were worth, in base steps (steps of the batch that the "
+    "schedule was tuned for)."
+)
+_FAINT_CAPTION = f" Faint: each step's own value; bold: mean over {SMOOTHED_PART:.0%} of the steps."
 # About what is left of the page's width for one axis, and the width of a letter of a flag.
 _AXIS_IN, _LETTER_IN = 3.8, 0.056
 
@@ -58,6 +71,9 @@ def draw(runs: Sequence[Run], rows: Sequence[Panel], *, title: str | None) -> Fi
         grid[row][0].set_ylabel(panel.label, fontsize=_LABEL_PT, color=_INK)
     figure.align_ylabels(list(grid[:, 0]))
     _draw_head(figure, runs, title=title)
+    has_faint = any(_is_smoothed(curve) for panel in rows for curve in panel.curves)
+    caption = _CAPTION + _FAINT_CAPTION * has_faint
+    figure.supxlabel(caption, fontsize=_FLAG_PT, color=_GREY)
     return figure
 
 
@@ -68,7 +84,7 @@ def _figure(*, height_in: float) -> Figure:
     except ImportError as error:
         raise UsageError(
             f"Plots need matplotlib, which can't be imported ({error}). "
-            "Install it with: pip install elastane[plots]"
+            "In a checkout of elastane: pip install '.[plots]'"
         ) from error
     figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -78,24 +94,28 @@ def _figure(*, height_in: float) -> Figure:
 def _draw_panel(axes: Axes, panel: Panel, *, axis: Axis) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    for curve in panel.curves:
-        _draw_curve(axes, curve, panel=panel, axis=axis)
+    for index, (curve, shared) in enumerate(zip(panel.curves, sharers(panel), strict=True)):
+        stripe = _stripe(shared.index(index), count=len(shared))
+        _draw_curve(axes, curve, panel=panel, axis=axis, stripe=stripe)
     if panel.whole:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.margins(y=0.08)
     if panel.from_zero:
         axes.set_ylim(bottom=0)
     if panel.log:
-        _make_log(axes)
+        _make_log(axes, panel)
     _tidy(axes)
 
 
-def _make_log(axes: Axes) -> None:
+def _make_log(axes: Axes, panel: Panel) -> None:
     """Make the vertical axis logarithmic, with numbers that can be read at a glance."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
-    low, high = axes.get_ylim()
+    values = np.concatenate([curve.line.values for curve in panel.curves])
+    high = values.max() * 1.5
+    low = max(values[values > 0].min() / 1.5, high * _LOWEST_PART)
+    axes.set_ylim(low, high)
     steps = (1, 2, 5) if high / low < 300 else (1,)
     axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=8))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
@@ -115,26 +135,47 @@ def _plain(value: float) -> str:
     return f"{value:,.0f}" if 1 <= value < 1e6 else f"{value:g}"
 
 
-def _draw_curve(axes: Axes, curve: Curve, *, panel: Panel, axis: Axis) -> None:
-    drawstyle = "steps-post" if panel.shape == "stair" else "default"
+def _stripe(place: int, *, count: int) -> LineStyleType | None:
+    """Return the dashes of a curve that shares its level with others, or None for none.
+
+    Each one lies on the one before and covers less of it, so that all of them are seen, as stripes
+    of equal length.
+    """
+    if place == 0:
+        return None
+    return (0, (_STRIPE_PT * (count - place), _STRIPE_PT * place))
+
+
+def _draw_curve(
+    axes: Axes, curve: Curve, *, panel: Panel, axis: Axis, stripe: LineStyleType | None
+) -> None:
+    drawstyle = "steps-pre" if panel.shape == "stair" else "default"
     color = _color(curve.run_index)
-    if curve.faint is not None:
+    if curve.faint is not None and _is_smoothed(curve):
         x, y = _points(curve.faint, axis=axis)
         axes.plot(x, y, color=color, drawstyle=drawstyle, lw=0.6, alpha=0.25, zorder=2)
     num_points = curve.line.values.size
     marked = num_points == 1 or (panel.shape == "points" and num_points <= _MAX_MARKERS)
     x, y = _points(curve.line, axis=axis)
+    if panel.shape == "stair" and curve.line.steps[0] <= 1:  # the first step began at the left end
+        x, y = np.concatenate([[0.0], x]), np.concatenate([y[:1], y])
     axes.plot(
         x,
         y,
         color=color,
         drawstyle=drawstyle,
         lw=1.4,
-        linestyle=_dashes(curve.run_index),
+        linestyle=stripe or _dashes(curve.run_index),
+        dash_capstyle="butt",
+        alpha=_ALPHA,
         marker="o" if marked else None,
         markersize=3,
         zorder=3,
     )
+
+
+def _is_smoothed(curve: Curve) -> bool:
+    return curve.faint is not None and curve.faint is not curve.line
 
 
 def _points(series: Series, *, axis: Axis) -> tuple[Array, Array]:
@@ -204,10 +245,13 @@ def _draw_head(figure: Figure, runs: Sequence[Run], *, title: str | None) -> Non
         for index, run in enumerate(runs)
     ]
     # The title is the legend's: beside a legend outside, a figure's own title would lie on it.
+    num_columns = _num_columns([run.name for run in runs])
+    # Matplotlib fills a legend's columns one after the other; read it is line by line.
+    by_column = [handle for column in range(num_columns) for handle in handles[column::num_columns]]
     legend = figure.legend(
-        handles=handles,
+        handles=by_column,
         loc="outside upper center",
-        ncols=min(len(runs), 4),
+        ncols=num_columns,
         frameon=False,
         fontsize=_LABEL_PT,
         labelcolor=_INK,
@@ -215,6 +259,14 @@ def _draw_head(figure: Figure, runs: Sequence[Run], *, title: str | None) -> Non
         title_fontsize=_LABEL_PT + 2,
     )
     legend.get_title().set_color(_INK)
+
+
+def _num_columns(names: Sequence[str]) -> int:
+    """Return how many columns of the legend fit on the page, the lines about equally full."""
+    column_pt = _HANDLE_PT + _GAP_PT + _LETTER_PT * max(len(name) for name in names)
+    most = max(1, min(len(names), int(_WIDTH_IN * 72 / column_pt)))
+    num_lines = math.ceil(len(names) / most)
+    return math.ceil(len(names) / num_lines)
 
 
 def _drawn_changes(run: Run) -> list[Change]:

@@ -49,10 +49,11 @@ th {{ color: #555; font-weight: 600; }}
 {tables}
 <img alt="{alt}" src="data:image/png;base64,{picture}">
 <p>Left against progress, right against optimizer steps. Loss: mean over 2 % of the steps, each
-step's own behind it. Learning rate, gain and batch size: median over 5 steps, since an epoch's last
-batch may be short. Vertical lines: changes of membership, with their cause, the number of workers
-after them and the pause. Skipped steps are left out. Final loss in the table: mean over the last
-2 % of the steps.</p>
+step's own behind it, faint. Loss and learning rate are on a logarithmic axis where they span more
+than two decades. Lines that lie on one another are drawn as stripes. Learning rate, gain and batch
+size: median over 5 steps, since an epoch's last batch may be short. Vertical lines: changes of
+membership, with their cause, the number of workers after them and the pause. Skipped steps are left
+out. Final loss in the table: mean over the last 2 % of the steps.</p>
 {changes}
 </body>
 </html>
@@ -71,7 +72,8 @@ def plot_runs(
     them: on the left against progress, on the right against optimizer steps.
 
     Args:
-        run_dirs: Folders of the runs; each holds an ``events.jsonl``.
+        run_dirs: Folders of the runs; each holds an ``events.jsonl``, and that file's path will do
+            too. A folder that comes twice is drawn once.
         output: Path of the picture, ending in ``.png``, ``.html`` or nothing; in a folder that
             exists, it is called ``plot.png``. The web page lies beside it under the same name.
             Missing folders are created.
@@ -82,7 +84,8 @@ def plot_runs(
 
     Raises:
         ArgumentError: No run is given, one holds no ``events.jsonl``, or `output` has another end.
-        StateError: The runs have no step that could be drawn, or a file of events is broken.
+        StateError: The runs have no step that could be drawn, or a file of events is broken
+            (the line is named).
         UsageError: matplotlib is not installed.
     """
     if isinstance(run_dirs, (str, PathLike)):

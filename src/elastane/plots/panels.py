@@ -15,6 +15,8 @@ from elastane.plots.runs import Array, Run, Series
 
 SMOOTHED_PART = 0.02  # of a run's steps, the window of the mean loss
 _MEDIAN_STEPS = 5
+_LINEAR_RATIO = 100.0  # positive values that lie within this ratio are drawn on a linear axis
+_LEVELS_PART = 0.05  # a curve with few values for its points is made of levels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +48,17 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
     """Return the panels of a page from top to bottom, without those that would be empty."""
     metrics = dict.fromkeys(name for run in runs for name in run.metrics)
     every = [
-        Panel(label="training loss", curves=_loss_curves(runs)),
+        _far_reaching(Panel(label="training loss", curves=_loss_curves(runs))),
         *(
             Panel(label=_metric_label(name), curves=_metric_curves(runs, name), shape="points")
             for name in metrics
         ),
-        Panel(
-            label="learning rate",
-            curves=_curves(runs, "lr", smooth=without_spikes),
-            from_zero=True,
+        _far_reaching(
+            Panel(
+                label="learning rate",
+                curves=_curves(runs, "lr", smooth=without_spikes),
+                from_zero=True,
+            )
         ),
         Panel(
             label="gain\n(base steps\nper step)",
@@ -78,6 +82,43 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
     return [panel for panel in every if panel.curves]
 
 
+def sharers(panel: Panel) -> list[list[int]]:
+    """Return for each curve the positions of those that share a level with it, its own included.
+
+    Curves made of few values (a batch size, a number of workers, a gain of 1) lie on one another
+    where they agree, and only the one drawn last would be seen.
+    """
+    levels = [_levels(curve.line.values) for curve in panel.curves]
+    return [
+        [other for other in range(len(levels)) if other == own or levels[own] & levels[other]]
+        for own in range(len(levels))
+    ]
+
+
+def _levels(values: Array) -> set[float]:
+    different = np.unique(values)
+    few = different.size <= 1 + values.size * _LEVELS_PART
+    return set(different.tolist()) if few else set()
+
+
+def _far_reaching(panel: Panel) -> Panel:
+    """Return the panel with a logarithmic axis if its values call for one and all have a logarithm.
+
+    A learning rate of 0, with which a warm-up begins and an annealing ends, is left below the axis.
+    """
+    if not panel.curves:
+        return panel
+    everything = np.concatenate(
+        [part.values for curve in panel.curves for part in (curve.line, curve.faint) if part]
+    )
+    values = np.concatenate([curve.line.values for curve in panel.curves])
+    positive = values[values > 0]
+    if not panel.from_zero and everything.min() <= 0:
+        return panel
+    far = bool(positive.size) and positive.max() > _LINEAR_RATIO * positive.min()
+    return replace(panel, log=True, from_zero=False) if far else panel
+
+
 def smoothed(series: Series) -> Series:
     """Return the mean over a centred window of 2 % of the points; too few stay as they are."""
     half = int(series.values.size * SMOOTHED_PART / 2)
@@ -87,11 +128,14 @@ def smoothed(series: Series) -> Series:
 
 
 def without_spikes(series: Series) -> Series:
-    """Return medians over 5 steps: the short last batch of each epoch is no news."""
+    """Return medians over 5 steps: the short last batch of each epoch is no news.
+
+    Mirrored at the ends, so that a run that ends with a short batch has no spike there either.
+    """
     values = series.values
     if values.size < _MEDIAN_STEPS:
         return series
-    padded = np.pad(values, _MEDIAN_STEPS // 2, mode="edge")
+    padded = np.pad(values, _MEDIAN_STEPS // 2, mode="reflect")
     windows = np.lib.stride_tricks.sliding_window_view(padded, _MEDIAN_STEPS)
     return replace(series, values=np.median(windows, axis=1))
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastane.telemetry import read_events
+from elastane.telemetry.reader import folder_of
 
 Event = Mapping[str, object]
 Array = NDArray[np.float64]
@@ -71,12 +72,25 @@ class Run:
 
 def read_runs(run_dirs: Sequence[str | PathLike[str]]) -> list[Run]:
     """Return the runs in these folders, each under the shortest name that tells it apart."""
-    paths = [Path(run_dir).resolve() for run_dir in run_dirs]
-    events = [read_events(run_dir) for run_dir in run_dirs]
+    folders = run_folders(run_dirs)
+    names = short_names([folder.resolve() for folder in folders])
     return [
-        run_from_events(run_events, name=name)
-        for run_events, name in zip(events, short_names(paths), strict=True)
+        run_from_events(read_events(folder), name=name)
+        for folder, name in zip(folders, names, strict=True)
     ]
+
+
+def run_folders(run_dirs: Sequence[str | PathLike[str]]) -> list[Path]:
+    """Return the folder of each run once; a run may be named by its file of events too.
+
+    Example:
+        >>> [str(folder) for folder in run_folders(["a", "b/events.jsonl", "./a", "b/"])]
+        ['a', 'b']
+    """
+    folders: dict[Path, Path] = {}
+    for folder in map(folder_of, run_dirs):
+        folders.setdefault(folder.resolve(), folder)
+    return list(folders.values())
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

@@ -17,10 +17,13 @@ from rich.table import Column
 from elastane.errors import check_whole
 
 _REFRESH_S = 0.1
+_WIDE_COLUMNS = 100  # on a narrower terminal the numbers take all the room, and the bar has none
 
 
 class ProgressBar:
-    """A bar of progress out of `num_steps`, with loss, learning rate, gain, workers, time left.
+    """A bar of progress in base steps, with loss, learning rate, gain, workers, time left.
+
+    The last step may be worth more than was left; the bar then ends at `num_steps` all the same.
 
     Writes nothing at all where the console is not a terminal. While it is shown, what is printed
     to a terminal appears above it.
@@ -46,12 +49,12 @@ class ProgressBar:
         """Move the bar if the event is a step; draw at most ten times a second."""
         if event["event"] != "step" or self._closed or not self._console.is_terminal:
             return
-        completed = _as_float(event.get("progress"))
+        completed = min(_as_float(event.get("progress")) or 0.0, self._num_steps)
         if self._progress is None:
             self._progress = _bar(self._console)
             # A resumed run starts in the middle; told as an update, it would count as speed.
             self._task = self._progress.add_task(
-                "", total=self._num_steps, completed=int(completed or 0), numbers=_numbers(event)
+                "", total=self._num_steps, completed=int(completed), numbers=_numbers(event)
             )
             self._progress.start()
         now = time.monotonic()
@@ -70,9 +73,10 @@ class ProgressBar:
 
 
 def _bar(console: Console) -> Progress:
+    bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8))
     return Progress(
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
+        TextColumn("base step {task.completed:,.0f}/{task.total:,.0f}"),
+        *([bar] if console.width >= _WIDE_COLUMNS else []),
         TextColumn("{task.percentage:3.0f}%"),
         # On a narrow terminal these shrink, and the time left stays whole.
         TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
@@ -90,7 +94,7 @@ def _bar(console: Console) -> Progress:
 def _numbers(event: Mapping[str, object]) -> str:
     loss, lr, gain = (_as_float(event.get(name)) for name in ("loss", "lr", "gain"))
     return (
-        f"loss {_shown(loss, '.4f')}  lr {_shown(lr, '.3g')}  gain {_shown(gain, '.2f')}  "
+        f"loss {_shown(loss, '.4f')} lr {_shown(lr, '.3g')} gain {_shown(gain, '.2f')} "
         f"workers {event.get('world_size', '–')}"
     )
 

@@ -6,9 +6,14 @@ Knows which fields of a step are curves; imports TensorBoard only when a sink is
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from os import PathLike, fspath
+from typing import TYPE_CHECKING
 
 from elastane.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 _SCALARS = (
     "loss",
@@ -27,7 +32,8 @@ _SCALARS = (
 class TensorBoardSink:
     """Writes steps and metrics as curves against the step, all other events as text.
 
-    Values that are None are left out, and skipped steps appear as text only.
+    Values that are None are left out, and skipped steps appear as text only. The folder is created
+    by the first event, so that every worker may make the sink though rank 0 alone writes.
 
     Args:
         log_dir: Folder for TensorBoard's files, what ``tensorboard --logdir`` is given.
@@ -42,9 +48,10 @@ class TensorBoardSink:
         except ImportError as error:
             raise UsageError(
                 f"TensorBoardSink needs TensorBoard, which can't be imported ({error}). "
-                "Install it with: pip install elastane[tensorboard]"
+                "In a checkout of elastane: pip install '.[tensorboard]'"
             ) from error
-        self._writer = SummaryWriter(fspath(log_dir))
+        self._open = partial(SummaryWriter, fspath(log_dir))
+        self._writer: SummaryWriter | None = None
         self._step = 0
         self._closed = False
 
@@ -56,6 +63,7 @@ class TensorBoardSink:
         """
         if self._closed:
             raise UsageError("write to a TensorBoardSink after close(). Emit before the run ends.")
+        self._writer = self._writer or self._open()
         kind = str(event["event"])
         step = event.get("step")
         self._step = step if isinstance(step, int) else self._step
@@ -69,6 +77,7 @@ class TensorBoardSink:
     def _add_scalars(
         self, kind: str, values: Mapping[str, object], *, event: Mapping[str, object]
     ) -> None:
+        assert self._writer is not None
         for name, value in values.items():
             if isinstance(value, (int, float)):
                 self._writer.add_scalar(f"{kind}/{name}", value, self._step, walltime=_time(event))
@@ -76,7 +85,8 @@ class TensorBoardSink:
     def close(self) -> None:
         """Write out what is left and close the files."""
         self._closed = True
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 def _metrics(event: Mapping[str, object]) -> dict[str, object]:
