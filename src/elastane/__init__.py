@@ -1,4 +1,4 @@
-"""Elastic distributed training for PyTorch: workers come and go, the model comes out as good.
+"""Elastic distributed training for PyTorch: any batch with the hyper-parameters of a small one.
 
 The names below are imported when they are first used, so that the command line starts without
 torch.
