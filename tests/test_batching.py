@@ -464,3 +464,42 @@ def test_the_steps_of_an_epoch_together_are_the_epoch_of_the_order():
         for index in order.stream_indices(start, stop, num_samples=53, seed=4).tolist()
     ]
     assert sorted(indices[:53]) == sorted(indices[53:]) == list(range(53))
+
+
+def test_an_epoch_ends_exactly_and_the_next_one_is_whole_with_six_workers():
+    # dlrover PR #1553: 60,000 samples, 56,800 done, then 6 workers; the next epoch must be whole.
+    position, seen = 56_800, []
+    while position < 120_000:
+        plans = [
+            plan_step(
+                LocalBatch(100),
+                position=position,
+                num_samples=60_000,
+                world=World(rank=rank, world_size=6),
+            )
+            for rank in range(6)
+        ]
+        for plan in plans:
+            for part in plan.micro_batches:
+                seen += range(part.start, part.stop)
+        position = plans[0].stop
+    assert seen == list(range(56_800, 120_000))
+
+
+def test_a_share_too_small_for_batch_norm_is_refused_on_every_worker_and_a_tail_is_cut_evenly():
+    policy = GlobalBatch(10, shares=(9, 1))
+    for rank in range(2):
+        with pytest.raises(ArgumentError, match="shares="):
+            plan_step(
+                policy,
+                position=0,
+                num_samples=100,
+                world=World(rank=rank, world_size=2),
+                min_samples=2,
+            )
+    policy, sizes = GlobalBatch(20, shares=(8, 2)), []
+    for rank in range(2):
+        world = World(rank=rank, world_size=2)
+        plan = plan_step(policy, position=20, num_samples=26, world=world, min_samples=2)
+        sizes.append(sum(part.weight for part in plan.micro_batches))
+    assert sizes == [3, 3]

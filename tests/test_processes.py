@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -598,6 +599,47 @@ def test_adam_with_the_square_root_of_the_gain_trains_alike_in_any_world(tmp_pat
     records = run_workers(train_with_adam, world_size=2, folder=tmp_path)
     assert_ranks_equal(records)
     assert_same(records[0], wanted, rel=1e-9)
+
+
+def four_layers(policy: Any) -> tuple[list[float], float]:
+    sizes = [2, 3, 4, 5, 6]
+    model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(sizes))).double()
+    inputs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]], dtype=FLOAT64)
+    with torch.no_grad():
+        for layer in model:
+            ramp = torch.arange(layer.weight.numel(), dtype=FLOAT64)
+            layer.weight.copy_((ramp / ramp.mean()).view_as(layer.weight))
+    session = Session(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        dataset=TensorDataset(inputs),
+        base_batch_size=1,
+        num_steps=1e9,
+        batch=policy,
+        measuring=Measuring(current=True, smoothing=1 - 2 / 1000),
+        loader=LoaderOptions(shuffle=False),
+        progress_bar=False,
+    )
+    gains = []
+    with session:
+        for (batch,) in session:
+            session.backward(session.model(batch).sum())
+            result = session.step()
+            if result is not None:
+                gains.append(result.gain)
+            if len(gains) == 2:
+                break
+    return gains, float(np.mean([layer.weight.mean().item() for layer in model]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_four_layers_give_fairscales_gain_and_weights(world_size: int, tmp_path: Path) -> None:
+    batch = LocalBatch(2 // world_size, micro_batches=2 // world_size)
+    for gains, mean_weight in run_workers(
+        four_layers, batch, world_size=world_size, folder=tmp_path
+    ):
+        assert gains[1] == pytest.approx(1.0335265132125744, rel=1e-6)
+        assert mean_weight == pytest.approx(52.92657661437988, rel=1e-6)
 
 
 def train_idle_third(_: int = 0) -> dict[str, Any]:

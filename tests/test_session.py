@@ -1151,6 +1151,80 @@ def test_is_last_micro_batch_tells_where_to_clip_by_hand() -> None:
     assert torch.allclose(weights[0], weights[1], rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_loss_that_the_user_divides_has_the_same_gain_and_a_shorter_step(divided: bool) -> None:
+    # Orthogonal gradients in four micro-batches are worth four steps, however they are scaled.
+    model = nn.Linear(4, 2, bias=False)
+    before = model.weight.detach().clone()
+    session = Session(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        dataset=TensorDataset(torch.eye(4)),
+        base_batch_size=1,
+        num_steps=4,
+        batch=LocalBatch(4, micro_batches=4),
+        measuring=Measuring(current=True),
+        loader=LoaderOptions(shuffle=False),
+        compensation=None,
+        progress_bar=False,
+    )
+    with session:
+        for (inputs,) in session:
+            loss = session.model(inputs).sum()
+            session.backward(loss / 4 if divided else loss)
+            result = session.step()
+    assert result is not None
+    assert result.gain == pytest.approx(4.0)
+    wanted = torch.full((2, 4), 4.0 / 4 / (4 if divided else 1))
+    assert torch.allclose(before - model.weight.detach(), wanted)
+
+
+def test_batch_statistics_move_once_a_micro_batch_as_documented() -> None:
+    means = []
+    for micro_batches in (1, 8):
+        model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+        noise = torch.randn(64, 1, generator=torch.Generator().manual_seed(0))
+        session = Session(
+            model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+            dataset=TensorDataset(3 + noise - noise.mean()),
+            base_batch_size=64,
+            num_steps=1,
+            batch=LocalBatch(64, micro_batches=micro_batches),
+            progress_bar=False,
+        )
+        with session:
+            for (inputs,) in session:
+                session.backward(session.model(inputs).mean())
+                session.step()
+        means.append(model[0].running_mean.item())
+        assert model[0].num_batches_tracked == micro_batches
+    assert means[0] == pytest.approx(3 * 0.1, abs=1e-5)
+    assert means[1] == pytest.approx(3 * (1 - 0.9**8), abs=0.2)
+
+
+def test_micro_batches_too_small_for_batch_norm_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    for batch in (LocalBatch(2, micro_batches=2), GlobalBatch(6, micro_batches=4)):
+        with pytest.raises(ArgumentError, match="which BatchNorm needs"):
+            build_session(model, batch=batch)
+
+
+def test_a_scheduler_that_was_built_and_not_passed_is_noticed() -> None:
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    CosineAnnealingLR(optimizer, T_max=10)
+    with pytest.warns(UserWarning, match="pass schedule="):
+        Session(
+            model,
+            optimizer=optimizer,
+            dataset=Digits(),
+            base_batch_size=8,
+            num_steps=10,
+            progress_bar=False,
+        )
+
+
 def test_the_session_stays_a_small_file() -> None:
     path = Path(elastane.__file__).parent / "session.py"
     assert len(path.read_text().splitlines()) < 250

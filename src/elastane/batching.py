@@ -20,6 +20,7 @@ __all__ = [
     "MicroBatch",
     "StepPlan",
     "World",
+    "check_fit",
     "plan_step",
 ]
 
@@ -193,6 +194,22 @@ class GlobalBatch:
             way_out = "Raise its share, or pass allow_idle_workers=True."
             raise ArgumentError(describe("shares", shares, rule=rule, way_out=way_out))
 
+    def _shared(self, start: int, stop: int, *, world: World, min_samples: int) -> tuple[int, int]:
+        """Return a worker's weighted share; a tail that would leave one too few is cut evenly."""
+        parts = world.world_size
+        cuts = [
+            order.split(start, stop, parts=parts, part=part, shares=self.shares)
+            for part in range(parts)
+        ]
+        fewest = min(end - begin for begin, end in cuts)
+        if fewest >= min_samples or (fewest == 0 and self.allow_idle_workers):
+            return cuts[world.rank]
+        if stop - start >= self.samples:
+            rule = f"leaves a worker {fewest} of {stop - start} samples, and {min_samples} is least"
+            way_out = "Raise the smallest share, or the batch (BatchNorm needs 2 samples a worker)."
+            raise ArgumentError(describe("shares", self.shares, rule=rule, way_out=way_out))
+        return _even_share(start, stop, world=world, min_samples=min_samples)
+
     def num_parts(self, world_size: int) -> int:
         """Return the grid's micro-batches, so that no step depends on the workers, or them."""
         return self.micro_batches or world_size
@@ -211,7 +228,7 @@ class GlobalBatch:
             least = min_samples if self.allow_idle_workers else min(min_samples, most)
             begin, end = _even_share(start, stop, world=world, min_samples=least)
         else:
-            begin, end = cut(start, stop)
+            begin, end = self._shared(start, stop, world=world, min_samples=min_samples)
         limit = self.max_micro_batch or max(end - begin, 1)
         return _split_into(begin, end, parts=-(-(end - begin) // limit), min_samples=min_samples)
 
@@ -258,6 +275,22 @@ def plan_step(
         epoch=position // num_samples,
         micro_batches=tuple(micro_batches),
     )
+
+
+def check_fit(policy: BatchPolicy, *, min_samples: int) -> None:
+    """Refuse micro-batches of a policy of ours that are smaller than a model wants them.
+
+    `plan_step` would make fewer of them, and the gain of one can't be measured.
+    """
+    if not isinstance(policy, (LocalBatch, GlobalBatch)) or policy.micro_batches is None:
+        return
+    if policy.micro_batches > 1 and policy.samples < policy.micro_batches * min_samples:
+        rule = (
+            f"{policy.samples} samples leave some fewer than {min_samples}, which BatchNorm needs"
+        )
+        way_out = "Take fewer micro-batches, or more samples."
+        message = describe("micro_batches", policy.micro_batches, rule=rule, way_out=way_out)
+        raise ArgumentError(message)
 
 
 def _even_share(start: int, stop: int, *, world: World, min_samples: int) -> tuple[int, int]:

@@ -10,7 +10,14 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from elastane.batching import BatchPolicy, MicroBatch, StepPlan, World, plan_step
+from elastane.batching import (
+    BatchPolicy,
+    MicroBatch,
+    StepPlan,
+    World,
+    check_fit,
+    plan_step,
+)
 from elastane.data import LoaderOptions, StreamLoader
 from elastane.errors import ArgumentError, describe
 
@@ -43,6 +50,7 @@ class Feed:
         world: World,
         min_samples: int,
     ) -> None:
+        check_fit(policy, min_samples=min_samples)
         self._loader = StreamLoader(dataset, options=options, rank=world.rank)
         _check_enough_samples(self._loader.num_samples, world=world, min_samples=min_samples)
         self._options = options

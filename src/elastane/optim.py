@@ -8,6 +8,7 @@ nothing of gradients, data or workers; what factor and how much progress, others
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -131,6 +132,12 @@ class Schedule:
             rule = "must be a torch scheduler, a function of progress, or None"
             way_out = "Pass for example CosineAnnealingLR(optimizer, T_max=num_steps)."
             raise ArgumentError(describe("schedule", schedule, rule=rule, way_out=way_out))
+        elif any("initial_lr" in group for group in optimizer.param_groups):
+            warnings.warn(
+                "a scheduler was built on this optimizer, and the session got none: its learning "
+                "rate will stay where it is; pass schedule=...",
+                stacklevel=5,
+            )
         self._optimizer = optimizer
         self._num_steps = num_steps
         self._end = math.floor(num_steps)
