@@ -25,7 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from elastane.order import permute_range
+from elastane.permutation import permute_range
 
 COUNT = 65_536
 GOAL_MS = 6.0

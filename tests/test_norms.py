@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastane.norms import ROW, squared_norm, squared_norm_of_all, squared_norm_twin
+from elastane.norms import (
+    ROW,
+    Run,
+    runs_of_groups,
+    squared_norm,
+    squared_norm_of_all,
+    squared_norm_twin,
+    squared_norms_of_runs,
+)
 
 LOOSE = 1e-5  # one row in float32; equal elements all round to the same side
 
@@ -158,3 +166,16 @@ def test_one_bad_element_shows(size, bad):
     tensor[-1] = bad
     assert not squared_norm(tensor).isfinite()
     assert not squared_norm_of_all([normal(10), tensor]).isfinite()
+
+
+def test_stretches_of_a_buffer_are_joined_by_group_and_measured_apart():
+    sizes, groups = [3, 5000, 2, 7], [0, 0, None, 1]
+    runs = runs_of_groups(groups, sizes)
+    assert runs == [Run(0, 0, 5003), Run(None, 5003, 5005), Run(1, 5005, 5012)]
+    buffer = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0))
+    found = squared_norms_of_runs(buffer, runs, num_groups=3).tolist()
+    parts = [buffer[:5003], buffer[5005:]]
+    assert found == pytest.approx([*(squared_norm_twin(part) for part in parts), 0.0], rel=1e-6)
+    whole = runs_of_groups([0, 0], [12, 5000])
+    found = squared_norms_of_runs(buffer, whole, num_groups=1)
+    assert found.tolist() == [squared_norm(buffer).item()]

@@ -19,17 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from elastane import order
+from elastane import order, permutation
 from elastane.errors import ArgumentError
-from elastane.order import batch_stop, permute, permute_range, split, stream_indices
+from elastane.order import batch_stop, split, stream_indices
+from elastane.permutation import permute, permute_range
 
 LEAST_P = 1e-4  # the seeds are fixed, so a test that passes once passes always
 
 always = partial(settings, derandomize=True, deadline=None, database=None)
 seeds = st.one_of(st.integers(), st.integers(min_value=-(2**200), max_value=2**200))
 epochs = st.one_of(st.integers(0, 100), st.integers(0, 2**70))
-small_sizes = st.integers(1, order._SORT_MAX_SAMPLES)
-large_sizes = st.integers(order._SORT_MAX_SAMPLES + 1, 20_000)
+small_sizes = st.integers(1, permutation._SORT_MAX_SAMPLES)
+large_sizes = st.integers(permutation._SORT_MAX_SAMPLES + 1, 20_000)
 
 
 # The permutation
@@ -48,10 +49,10 @@ def test_every_epoch_is_a_permutation_of_the_dataset(num_samples, seed, epoch):
 @always(max_examples=150)
 @given(num_samples=st.integers(1, 1000), seed=seeds, epoch=epochs)
 def test_the_feistel_network_is_a_permutation_on_small_domains_too(num_samples, seed, epoch):
-    keys = order._round_keys(seed, epoch)
-    indices = order._feistel_range(0, num_samples, num_samples=num_samples, keys=keys)
+    keys = permutation._round_keys(seed, epoch)
+    indices = permutation._feistel_range(0, num_samples, num_samples=num_samples, keys=keys)
     twins = [
-        order._feistel_twin(place, num_samples=num_samples, keys=keys)
+        permutation._feistel_twin(place, num_samples=num_samples, keys=keys)
         for place in range(min(num_samples, 40))
     ]
     assert np.array_equal(np.sort(indices), np.arange(num_samples))
@@ -83,11 +84,18 @@ def test_the_fast_path_equals_its_slow_twin(data, num_samples, seed, epoch):
 def test_the_fast_path_does_not_depend_on_where_it_is_cut(num_samples):
     options = {"num_samples": num_samples, "seed": 3, "epoch": 4}
     first, last = num_samples - 40_000, num_samples
-    cuts = [first, first, first + 1, first + order._BLOCK, first + order._BLOCK + 1, last]
+    cuts = [
+        first,
+        first,
+        first + 1,
+        first + permutation._BLOCK,
+        first + permutation._BLOCK + 1,
+        last,
+    ]
     pieces = [permute_range(begin, end, **options) for begin, end in pairwise(cuts)]
     whole = permute_range(first, last, **options)
     assert np.array_equal(np.concatenate(pieces), whole)
-    for place in (0, order._BLOCK - 1, order._BLOCK, 2 * order._BLOCK, 39_999):
+    for place in (0, permutation._BLOCK - 1, permutation._BLOCK, 2 * permutation._BLOCK, 39_999):
         assert whole[place] == permute(first + place, **options)
 
 
@@ -169,13 +177,13 @@ def sorted_orders(num_samples, draws, *, seed):
     return np.stack(rows)  # (draws, num_samples)
 
 
-def feistel_orders(num_samples, draws, *, seed, rounds=order._ROUNDS):
+def feistel_orders(num_samples, draws, *, seed, rounds=permutation._ROUNDS):
     rows = [
-        order._feistel_range(
+        permutation._feistel_range(
             0,
             num_samples,
             num_samples=num_samples,
-            keys=order._round_keys(seed, epoch)[:rounds],
+            keys=permutation._round_keys(seed, epoch)[:rounds],
         )
         for epoch in range(draws)
     ]
@@ -710,8 +718,9 @@ def test_a_bad_argument_is_named_with_its_value_the_rule_and_the_way_out(call, m
 
 
 def test_the_public_names_are_sorted_and_real():
-    assert order.__all__ == sorted(order.__all__)
-    assert all(callable(getattr(order, name)) for name in order.__all__)
+    for module in (order, permutation):
+        assert module.__all__ == sorted(module.__all__)
+        assert all(callable(getattr(module, name)) for name in module.__all__)
 
 
 def test_the_benchmark_prints_its_rows_as_json():

@@ -62,6 +62,14 @@ def check_whole(name: str, value: object, *, at_least: int, way_out: str) -> int
     return value
 
 
+def check_between(name: str, value: object, *, at_least: int, at_most: int, way_out: str) -> int:
+    """Return `value` as an int, or raise `ArgumentError` if it is no whole number in the range."""
+    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
+        rule = f"must be a whole number from {at_least} to {at_most}"
+        raise ArgumentError(describe(name, value, rule=rule, way_out=way_out))
+    return value
+
+
 def check_positive(name: str, value: object, *, way_out: str) -> float:
     """Return `value` as a float, or raise `ArgumentError` if it is not finite and above 0."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):

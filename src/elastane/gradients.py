@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastane._compat import GradBucket, foreach_add_, foreach_mul_, foreach_zero_
 from elastane.errors import CommunicationError, UnsupportedError, UsageError
 from elastane.measurement import Measurement, read_measurement
-from elastane.norms import squared_norm, squared_norm_of_all
+from elastane.norms import Run, runs_of_groups, squared_norm_of_all, squared_norms_of_runs
 
 __all__ = ["Extra", "GradientTap"]
 
@@ -255,11 +255,13 @@ class GradientTap:
 
     def _reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        runs = self._runs(bucket)
+        parameters = bucket.parameters()
+        groups = [self._group_of.get(id(parameter)) for parameter in parameters]
+        runs = runs_of_groups(groups, [parameter.numel() for parameter in parameters])
         self._reduced_twice |= self._small is not None
         if self._weight:
             if self._measure:
-                self._local.append(self._segment_sqr_norms(buffer, runs) * self._weight)
+                self._local.append(self._sqr_norms(buffer, runs) * self._weight)
             buffer.mul_(self._weight / self._batch_samples)
         else:
             buffer.zero_()
@@ -307,7 +309,7 @@ class GradientTap:
         self,
         index: int,
         buffer: Tensor,
-        runs: list[tuple[int, int, int]],
+        runs: Sequence[Run],
         future: torch.futures.Future[list[Tensor]],
     ) -> Tensor:
         try:
@@ -315,31 +317,11 @@ class GradientTap:
         except RuntimeError as error:
             self._failure = str(error)
             return buffer
-        self._means[index] = self._segment_sqr_norms(buffer, runs)
+        self._means[index] = self._sqr_norms(buffer, runs)
         return buffer
 
-    def _runs(self, bucket: GradBucket) -> list[tuple[int, int, int]]:
-        """Return (group, start, stop) of the stretches of a bucket's buffer."""
-        runs: list[tuple[int, int, int]] = []
-        start = 0
-        for parameter in bucket.parameters():
-            group, stop = self._group_of.get(id(parameter), -1), start + parameter.numel()
-            if runs and runs[-1][0] == group:
-                runs[-1] = (group, runs[-1][1], stop)
-            else:
-                runs.append((group, start, stop))
-            start = stop
-        return runs
-
-    def _segment_sqr_norms(self, buffer: Tensor, runs: list[tuple[int, int, int]]) -> Tensor:
-        """Return the squared norms of the groups' stretches of a bucket, of shape (num_groups,)."""
-        if runs == [(0, 0, buffer.numel())] and len(self._parameters) == 1:
-            return squared_norm(buffer)[None]
-        norms = torch.zeros(len(self._parameters), dtype=torch.float64, device=buffer.device)
-        for group, start, stop in runs:
-            if group >= 0:
-                norms[group] += squared_norm(buffer[start:stop])
-        return norms
+    def _sqr_norms(self, buffer: Tensor, runs: Sequence[Run]) -> Tensor:
+        return squared_norms_of_runs(buffer, runs, num_groups=len(self._parameters))
 
     def _launch_small(self, device: torch.device) -> None:
         """Start the step's small SUM reduction: statistics, count, flag, extras."""

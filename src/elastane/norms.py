@@ -6,13 +6,22 @@ Free functions on tensors; knows nothing of buckets, workers or statistics.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from elastane._compat import foreach_norm
 
-__all__ = ["ROW", "squared_norm", "squared_norm_of_all", "squared_norm_twin"]
+__all__ = [
+    "ROW",
+    "Run",
+    "runs_of_groups",
+    "squared_norm",
+    "squared_norm_of_all",
+    "squared_norm_twin",
+    "squared_norms_of_runs",
+]
 
 ROW = 4096
 """Elements summed in the gradient's own precision before float64 takes over."""
@@ -49,6 +58,39 @@ def squared_norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
         norms = torch.stack(foreach_norm(widened))
         parts.append(norms.double().square().sum())
     return torch.stack(parts).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A stretch of a flat buffer that belongs to one group of parameters, or to none."""
+
+    group: int | None
+    start: int
+    stop: int
+
+
+def runs_of_groups(groups: Sequence[int | None], sizes: Sequence[int]) -> list[Run]:
+    """Return the stretches of a buffer that holds tensors of these groups and sizes in a row."""
+    runs: list[Run] = []
+    start = 0
+    for group, size in zip(groups, sizes, strict=True):
+        if runs and runs[-1].group == group:
+            runs[-1] = Run(group, runs[-1].start, start + size)
+        else:
+            runs.append(Run(group, start, start + size))
+        start += size
+    return runs
+
+
+def squared_norms_of_runs(buffer: Tensor, runs: Sequence[Run], *, num_groups: int) -> Tensor:
+    """Return the squared norms of the groups' stretches, in float64, of shape (num_groups,)."""
+    if num_groups == 1 and len(runs) == 1 and runs[0].group == 0:
+        return squared_norm(buffer)[None]
+    norms = torch.zeros(num_groups, dtype=torch.float64, device=buffer.device)
+    for run in runs:
+        if run.group is not None:
+            norms[run.group] += squared_norm(buffer[run.start : run.stop])
+    return norms
 
 
 def squared_norm_twin(tensor: Tensor) -> float:
