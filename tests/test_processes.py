@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from training import Digits, build_model, build_session, train
+from training import Digits, build_model, build_session, session_over, train, weights_of
 from workers import run_workers
 
 from elastane import AdamScale, GlobalBatch, LoaderOptions, LocalBatch, Measuring, Session
@@ -327,7 +327,7 @@ def train_branches() -> dict[str, Any]:
                     break
     return {
         "gain": gains,
-        "weights": torch.cat([p.detach().reshape(-1) for p in model.parameters()]),
+        "weights": weights_of(model),
     }
 
 
@@ -356,7 +356,7 @@ def train_with_nan_on_one_rank(scaled: bool) -> dict[str, Any]:
         "rows": rows,
         "scale": scaler.get_scale() if scaler else None,
         "lr": optimizer.param_groups[0]["lr"],
-        "weights": torch.cat([p.detach().reshape(-1) for p in model.parameters()]),
+        "weights": weights_of(model),
     }
 
 
@@ -420,15 +420,13 @@ def unfreeze_later(change: str) -> dict[str, Any]:
     model[0].requires_grad_(change != "unfreeze")
     groups = list(model.parameters()) if change == "unfreeze" else list(model[2].parameters())
     optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
-    session = Session(
+    session = session_over(
         model,
         optimizer=optimizer,
         dataset=Digits(dtype=FLOAT64),
-        base_batch_size=8,
         num_steps=1e9,
         batch=GlobalBatch(24, micro_batches=4),
         loader=LoaderOptions(seed=3),
-        progress_bar=False,
     )
     gains = []
     with session:
@@ -446,7 +444,7 @@ def unfreeze_later(change: str) -> dict[str, Any]:
                 model[2].requires_grad_(False)
             if len(gains) == 20:
                 break
-    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    weights = weights_of(model)
     return {"gain": gains, "weights": weights}
 
 
@@ -579,16 +577,14 @@ def test_unused_parameters_are_named_with_the_way_out(tmp_path: Path) -> None:
 def train_with_adam() -> dict[str, Any]:
     model = build_model(FLOAT64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session = Session(
+    session = session_over(
         model,
         optimizer=optimizer,
         schedule=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200),
         dataset=Digits(dtype=FLOAT64),
-        base_batch_size=8,
         num_steps=200,
         rule=AdamScale(),
         batch=GlobalBatch(32, micro_batches=4),
-        progress_bar=False,
     )
     with session:
         return train(session)
@@ -661,15 +657,13 @@ def train_under_one_cycle(keywords: dict[str, Any]) -> dict[str, Any]:
     model = build_model(FLOAT64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=150)
-    session = Session(
+    session = session_over(
         model,
         optimizer=optimizer,
         schedule=schedule,
         dataset=Digits(dtype=FLOAT64),
-        base_batch_size=8,
         num_steps=150,
         batch=GlobalBatch(24, micro_batches=4),
-        progress_bar=False,
     )
     parts = {"model": session.model, "optimizer": optimizer, "session": session}
     if keywords["state"] is not None:
@@ -772,7 +766,7 @@ def lose_a_peer(at_step: int, ddp: dict[str, Any], own: bool) -> str:
                 position = session.position
                 if position == 16 * at_step and session.world.rank == 1:
                     os._exit(0)
-                before = torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+                before = weights_of(model)
                 loss = F.cross_entropy(session.model(images), labels)
                 if own:
                     session.backward(loss)
@@ -782,7 +776,7 @@ def lose_a_peer(at_step: int, ddp: dict[str, Any], own: bool) -> str:
                 session.step()
                 reached = "step returned"
     except CommunicationError as error:
-        after = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        after = weights_of(model)
         assert torch.equal(before, after)
         assert session.position == position == 16 * at_step
         return f"{reached}; {str(error)[:40]}"
@@ -836,7 +830,7 @@ SCRIPT = """
 import sys
 import torch
 from torch.nn import functional as F
-from training import Digits, build_model, build_session, train
+from training import build_model, build_session, train
 
 import torch.distributed as dist
 

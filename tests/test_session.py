@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
-from training import Digits, build_model, build_session, train
+from training import Digits, build_model, build_session, session_over, train, weights_of
 
 import elastane
 from elastane import (
@@ -140,16 +140,13 @@ def test_the_schedule_moves_by_whole_base_steps_crossed_and_never_past_its_end()
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = MultiStepLR(optimizer, milestones=[10, 11, 20], gamma=0.1)
-    session = Session(
+    session = session_over(
         model,
         optimizer=optimizer,
         schedule=schedule,
-        dataset=Digits(),
-        base_batch_size=8,
         num_steps=21,
         rule=lambda now: (1.0, 2.5),  # noqa: ARG005 (a rule)
         batch=LocalBatch(32),
-        progress_bar=False,
     )
     with session:
         record = train(session)
@@ -161,16 +158,13 @@ def test_one_cycle_ends_at_its_final_lr_without_overrunning() -> None:
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = OneCycleLR(optimizer, max_lr=0.1, total_steps=50)
-    session = Session(
+    session = session_over(
         model,
         optimizer=optimizer,
         schedule=schedule,
-        dataset=Digits(),
-        base_batch_size=8,
         num_steps=50,
         rule=Linear(),
         batch=LocalBatch(24),
-        progress_bar=False,
     )
     with session:
         train(session)
@@ -217,7 +211,7 @@ def test_a_step_with_nan_gradients_moves_nothing_and_its_samples_come_again() ->
                 assert session.state_dict()["controller"] == before[4]
     assert skipped == [1, 1]
     assert session.progress == wanted["progress"][-1]
-    weights = torch.cat([p.detach().reshape(-1) for p in session.model.parameters()])
+    weights = weights_of(session.model)
     assert torch.equal(weights, wanted["weights"])
 
 
@@ -313,7 +307,7 @@ def test_max_norm_clips_as_the_user_would_by_hand_between_backward_and_step() ->
                 result = session.step()
                 if result is not None and not own:
                     assert result.grad_norm == pytest.approx(norms[-1], rel=1e-5)
-        weights.append(torch.cat([p.detach().reshape(-1) for p in session.model.parameters()]))
+        weights.append(weights_of(session.model))
     assert torch.allclose(weights[0], weights[1], rtol=0, atol=2e-6)
 
 
@@ -335,7 +329,7 @@ def test_a_user_who_unscales_before_clipping_is_not_unscaled_twice() -> None:
                     scaler.unscale_(optimizer)
                     torch.nn.utils.clip_grad_norm_(session.model.parameters(), 0.3)
                 session.step()
-        weights.append(torch.cat([p.detach().reshape(-1) for p in session.model.parameters()]))
+        weights.append(weights_of(session.model))
     assert torch.allclose(weights[0], weights[1], rtol=0, atol=1e-6)
 
 
@@ -407,7 +401,7 @@ def test_zero_grad_by_the_user_in_either_form_changes_nothing() -> None:
                     optimizer.zero_grad(set_to_none=set_to_none)
                 session.backward(F.cross_entropy(session.model(images), labels))
                 session.step()
-        weights.append(torch.cat([p.detach().reshape(-1) for p in session.model.parameters()]))
+        weights.append(weights_of(session.model))
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[0], weights[2])
 
@@ -416,15 +410,12 @@ def test_zero_grad_by_the_user_in_either_form_changes_nothing() -> None:
 def test_a_parameter_group_that_is_added_later_is_averaged_and_measured(per: str) -> None:
     model = nn.ModuleDict({"body": nn.Linear(64, 16), "head": nn.Linear(16, 10)})
     optimizer = torch.optim.SGD(model["head"].parameters(), lr=0.1, momentum=0.9)
-    session = Session(
+    session = session_over(
         model,
         optimizer=optimizer,
-        dataset=Digits(),
-        base_batch_size=8,
         num_steps=80,
         batch=GlobalBatch(32, micro_batches=4),
         measuring=Measuring(per=per),
-        progress_bar=False,
     )
     frozen = model["body"].weight.detach().clone()
     with session:
@@ -448,16 +439,13 @@ def test_a_gain_for_each_parameter_group_scales_each_groups_lr() -> None:
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.05}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     factors = []
-    session = Session(
+    session = session_over(
         model,
         optimizer=optimizer,
-        dataset=Digits(),
-        base_batch_size=8,
         num_steps=60,
         batch=GlobalBatch(32, micro_batches=4),
         measuring=Measuring(per="param_group"),
         compensation=None,
-        progress_bar=False,
     )
     handle = optimizer.register_step_pre_hook(
         lambda optimizer, *_: factors.append([group["lr"] for group in optimizer.param_groups])
@@ -494,7 +482,7 @@ def test_leaving_the_loop_in_a_window_loses_only_what_was_not_committed() -> Non
             session.step()
         assert session.position == 5 * 32
         train(session)
-    weights = torch.cat([p.detach().reshape(-1) for p in session.model.parameters()])
+    weights = weights_of(session.model)
     assert torch.equal(weights, wanted["weights"])
 
 
@@ -623,14 +611,11 @@ def test_a_state_with_other_groups_or_another_kind_of_schedule_is_refused_whole(
 def test_num_epochs_counts_the_steps_of_a_plain_loader() -> None:
     loader = DataLoader(Digits(), batch_size=8)
     model = build_model()
-    other = Session(
+    other = session_over(
         model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        dataset=Digits(),
-        base_batch_size=8,
         num_epochs=2,
         rule=Identity(),
-        progress_bar=False,
     )
     with other:
         record = train(other)
@@ -804,15 +789,12 @@ def test_a_group_that_joins_later_starts_with_its_own_gradients_alone() -> None:
         first = {"params": list(model[2].parameters())}
         second = {"params": list(model[0].parameters())}
         optimizer = torch.optim.SGD([first] if late else [first, second | {"lr": 0.0}], lr=0.1)
-        session = Session(
+        session = session_over(
             model,
             optimizer=optimizer,
-            dataset=Digits(),
-            base_batch_size=8,
             num_steps=40,
             rule=Identity(),
             batch=GlobalBatch(32, micro_batches=4),
-            progress_bar=False,
         )
         with session:
             for images, labels, _ in session:
@@ -891,14 +873,11 @@ def test_stepping_the_schedule_by_hand_is_refused() -> None:
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = CosineAnnealingLR(optimizer, T_max=100)
-    session = Session(
+    session = session_over(
         model,
         optimizer=optimizer,
         schedule=schedule,
-        dataset=Digits(),
-        base_batch_size=8,
         num_steps=100,
-        progress_bar=False,
     )
     with session, pytest.raises(UsageError, match=r"don't call schedule\.step\(\) yourself"):
         for images, labels, _ in session:
@@ -930,7 +909,7 @@ def test_a_nan_loss_with_a_weight_of_zero_is_left_out() -> None:
                 session.backward(loss, weight=0 if empty else len(images))
                 result = session.step()
                 assert result is None or not result.skipped
-        weights.append(torch.cat([p.detach().reshape(-1) for p in session.model.parameters()]))
+        weights.append(weights_of(session.model))
     assert torch.equal(weights[0], weights[1])
 
 
@@ -1044,15 +1023,12 @@ def test_a_state_saved_right_after_a_group_joined_can_be_loaded() -> None:
     def build() -> tuple[Session, torch.optim.Optimizer, nn.Module]:
         model = build_model()
         optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
-        session = Session(
+        session = session_over(
             model,
             optimizer=optimizer,
-            dataset=Digits(),
-            base_batch_size=8,
             num_steps=100,
             batch=GlobalBatch(32, micro_batches=4),
             measuring=Measuring(per="param_group"),
-            progress_bar=False,
         )
         return session, optimizer, model
 
@@ -1063,15 +1039,12 @@ def test_a_state_saved_right_after_a_group_joined_can_be_loaded() -> None:
         state = session.state_dict()
     model = build_model()
     groups = [{"params": model[2].parameters()}, {"params": model[0].parameters(), "lr": 0.05}]
-    other = Session(
+    other = session_over(
         model,
         optimizer=torch.optim.SGD(groups, lr=0.1),
-        dataset=Digits(),
-        base_batch_size=8,
         num_steps=100,
         batch=GlobalBatch(32, micro_batches=4),
         measuring=Measuring(per="param_group"),
-        progress_bar=False,
     )
     other.load_state_dict(state)
     with other:
@@ -1147,7 +1120,7 @@ def test_is_last_micro_batch_tells_where_to_clip_by_hand() -> None:
                     scaler.unscale_(optimizer)
                     torch.nn.utils.clip_grad_norm_(session.model.parameters(), 0.3)
                 session.step()
-        weights.append(torch.cat([p.detach().reshape(-1) for p in session.model.parameters()]))
+        weights.append(weights_of(session.model))
     assert torch.allclose(weights[0], weights[1], rtol=0, atol=2e-6)
 
 
@@ -1215,13 +1188,10 @@ def test_a_scheduler_that_was_built_and_not_passed_is_noticed() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     CosineAnnealingLR(optimizer, T_max=10)
     with pytest.warns(UserWarning, match="pass schedule="):
-        Session(
+        session_over(
             model,
             optimizer=optimizer,
-            dataset=Digits(),
-            base_batch_size=8,
             num_steps=10,
-            progress_bar=False,
         )
 
 

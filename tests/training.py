@@ -62,6 +62,17 @@ def build_session(
     return session, optimizer
 
 
+def session_over(model: nn.Module, **options: Any) -> Session:
+    """Return a session over the digits at base batch 8, with an optimizer of the test's own."""
+    defaults = {"dataset": Digits(), "base_batch_size": 8, "progress_bar": False}
+    return Session(model, **(defaults | options))
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    """Return a copy of all weights in one vector."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
 def train(
     session: Session,
     *,
@@ -85,6 +96,6 @@ def train(
         "loss": [result.loss for result in results],
         "position": [result.position for result in results],
         "grad_norm": [result.grad_norm for result in results],
-        "weights": torch.cat([p.detach().reshape(-1).clone() for p in session.model.parameters()]),
+        "weights": weights_of(session.model),
         "seen": seen,
     }

@@ -64,7 +64,7 @@ class Loop:
         return self.stopped or self.stepper.controller.finished
 
     @property
-    def outcome(self) -> str:
+    def ending(self) -> str:
         """How the run ended: `"stopped"`, `"finished"`, or `"left"` before its end."""
         return "stopped" if self.stopped else "finished" if self.done else "left"
 
@@ -90,7 +90,7 @@ class Loop:
         """Yield micro-batches until the run is over; what is left open when left is dropped."""
         if self.done:
             warnings.warn(
-                f"the run is {self.outcome}, so there is nothing to iterate over: raise num_steps, "
+                f"the run is {self.ending}, so there is nothing to iterate over: raise num_steps, "
                 "or build a new session for a new run",
                 stacklevel=3,
             )

@@ -28,7 +28,7 @@ __all__ = ["Reporter", "StepResult"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What `session.step()` returns at the end of a window; the same on every worker.
+    """What `session.step()` returns at the end of a window; but for `seconds` the same everywhere.
 
     Attributes:
         step: optimizer steps committed so far, this one included.
@@ -39,7 +39,7 @@ class StepResult:
         weight: sum of the micro-batches' weights; the batch, unless others were given.
         lr: learning rate of the first parameter group as applied.
         factor: what the scheduled learning rate was multiplied by (first group).
-        gain: `r`, from the moments of earlier steps.
+        gain: `r`, from the moments of earlier steps (with `Measuring(current=True)`, of this too).
         scale: `S`.
         batch_samples: `B`.
         num_gradients: micro-batches over all workers.
@@ -77,7 +77,7 @@ class Run(Protocol):
     """What a reporter wants to know of a run when it ends."""
 
     @property
-    def outcome(self) -> str:
+    def ending(self) -> str:
         """How it ended."""
         ...
 
@@ -143,7 +143,7 @@ class Reporter:
                 cause = type(error).__name__
                 raise
             finally:
-                self._tell_end(cause or run.outcome)
+                self._tell_end(cause or run.ending)
 
     def _tell_end(self, cause: str) -> None:
         self._telemetry.emit(

@@ -133,7 +133,8 @@ class Stepper:
             self.tap.set_groups(groups)
             self.controller.resize_groups(len(groups))
             self._num_parameters = self._count()
-        measure = self.controller.wants_measurement
+        can_tell = len(plan.micro_batches) > 1 or not self.tap.is_alone
+        measure = self.controller.wants_measurement and can_tell
         self.tap.begin(batch_samples=plan.batch_samples, measure=measure)
         self._plan = plan
         self._loss_sum, self._loss_weight = 0.0, 0.0
