@@ -45,8 +45,9 @@ def build_session(
 ) -> tuple[Session, torch.optim.Optimizer]:
     """Return a session over the digits at base batch 8, and its optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
+    if "schedule" not in options:
+        options["schedule"] = CosineAnnealingLR(optimizer, T_max=int(num_steps))
     defaults: dict[str, Any] = {
-        "schedule": CosineAnnealingLR(optimizer, T_max=int(num_steps)),
         "batch": GlobalBatch(32, micro_batches=4),
         "loader": LoaderOptions(seed=3),
         "progress_bar": False,
