@@ -522,6 +522,48 @@ def test_evaluations_of_different_quantities_are_not_added_up(tmp_path: Path) ->
         assert "names of the sums" in message
 
 
+def fail_to_evaluate_on_one_rank() -> str:
+    session, _ = build_session(build_model(), batch=GlobalBatch(16))
+
+    def fail(model: nn.Module, batch: Any) -> dict[str, int]:  # noqa: ARG001
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError
+        return {"ones": 1}
+
+    with session:
+        try:
+            session.evaluate(fail, Digits(10))
+        except (ZeroDivisionError, StateError) as error:
+            name = type(error).__name__
+        train(session, max_steps=2)
+    return name
+
+
+def test_an_evaluation_that_fails_on_one_worker_fails_on_all_and_training_can_go_on(
+    tmp_path: Path,
+) -> None:
+    names = run_workers(fail_to_evaluate_on_one_rank, world_size=2, folder=tmp_path)
+    assert names == ["StateError", "ZeroDivisionError"]
+
+
+def bypass_the_sessions_model() -> str:
+    model = build_model()
+    session, _ = build_session(model, batch=GlobalBatch(16))
+    try:
+        with session:
+            for images, labels, _ in session:
+                session.backward(F.cross_entropy(model(images), labels))
+                session.step()
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+def test_computing_the_loss_with_the_bare_model_is_named(tmp_path: Path) -> None:
+    for message in run_workers(bypass_the_sessions_model, world_size=2, folder=tmp_path):
+        assert "compute the loss with session.model" in message
+
+
 def evaluate_with_batch_norm() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).double()

@@ -20,6 +20,7 @@ from elastane.replica import (
     check_model,
     fewest_samples,
     idle_batch_norm,
+    merge_batch_statistics,
     without_sync,
     wrap,
 )
@@ -337,3 +338,27 @@ def test_layers_without_running_averages_may_be_idle_too():
     with idle_batch_norm(model):
         model(torch.randn(4, 3))
     assert model.num_batches_tracked is None
+
+
+def test_merged_batch_statistics_are_exact_and_leave_out_who_has_seen_nothing():
+    def layer(mean, variance, batches):
+        norm = torch.nn.BatchNorm1d(4)
+        norm.running_mean.copy_(torch.tensor(mean))
+        norm.running_var.copy_(torch.tensor(variance))
+        norm.num_batches_tracked.fill_(batches)
+        return norm
+
+    means, variances = [1.0, 100.0, 1000.0, 5000.0], [0.01] * 4
+    norms = [layer(means, variances, 6), layer(means, variances, 6), torch.nn.BatchNorm1d(4)]
+    rows = []
+    for norm in norms:
+        merge_batch_statistics(norm, sum_over_workers=lambda row: rows.append(row.clone()))
+    norms = [layer(means, variances, 6), layer(means, variances, 6), torch.nn.BatchNorm1d(4)]
+    for norm in norms:
+        merge_batch_statistics(norm, sum_over_workers=lambda row: row.copy_(sum(rows)))
+        assert norm.running_mean.tolist() == means
+        assert norm.running_var.tolist() == pytest.approx(variances, rel=1e-5)
+        assert norm.num_batches_tracked == 6
+    fresh = torch.nn.BatchNorm1d(4)
+    merge_batch_statistics(fresh, sum_over_workers=lambda _: None)
+    assert fresh.running_var.tolist() == [1.0] * 4

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
+import weakref
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -1193,6 +1196,65 @@ def test_a_scheduler_that_was_built_and_not_passed_is_noticed() -> None:
             optimizer=optimizer,
             num_steps=10,
         )
+
+
+def test_a_state_can_be_taken_back_right_after_a_group_joined_under_a_torch_scheduler() -> None:
+    model = build_model()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    schedule = CosineAnnealingLR(optimizer, T_max=100)
+    session = session_over(model, optimizer=optimizer, schedule=schedule, num_steps=100)
+    with session:
+        train(session, max_steps=3)
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.05})
+        lr = optimizer.param_groups[0]["lr"]
+        session.load_state_dict(session.state_dict())
+    assert [group["lr"] for group in optimizer.param_groups] == [lr, 0.05]
+
+
+def test_an_error_in_step_leaves_no_gradient_for_the_next_try() -> None:
+    norms, answers = [], iter([1.0, 1.0, math.nan])
+    session, _ = build_session(
+        build_model(),
+        batch=LocalBatch(8),
+        dataset=Digits(304),
+        schedule=lambda progress: next(answers, 1.0),  # noqa: ARG005
+    )
+    with session:
+        for _ in range(2):
+            with suppress(ArgumentError):
+                for images, labels, _ in session:
+                    session.backward(F.cross_entropy(session.model(images), labels))
+                    norms.append([p.grad.norm().item() for p in session.model.parameters()])
+                    session.step()
+                    if len(norms) == 3:
+                        break
+    assert norms[1] == norms[2] != norms[0]
+
+
+def test_a_loss_scale_whose_norm_overflows_backs_off_as_infinite_elements_do() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, growth_interval=10**6)
+    session, _ = build_session(
+        build_model(), scaler=scaler, batch=LocalBatch(8), dataset=Digits(304), num_steps=30
+    )
+    with session:
+        record = train(session)
+    assert record["progress"][-1] == 30
+    assert scaler.get_scale() < 2.0**70
+
+
+def test_a_session_that_is_dropped_frees_model_and_dataset_at_once() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model, dataset = build_model(), Digits()
+        session, optimizer = build_session(model, dataset=dataset)
+        with session:
+            train(session, max_steps=3)
+        held = [weakref.ref(model), weakref.ref(dataset)]
+        del session, optimizer, model, dataset
+        assert [reference() for reference in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_the_session_stays_a_small_file() -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "is_unscaled",
     "loss_scale",
     "no_buffer_sync",
+    "note_overflow",
     "rendezvous",
     "shut_down_loader",
 ]
@@ -58,6 +59,13 @@ def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     states = scaler._per_optimizer_states if scaler.is_enabled() else {}
     state = states.get(id(optimizer))
     return state is not None and state["stage"].name == "UNSCALED"
+
+
+def note_overflow(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Have `update` back off, after `unscale_` has been called for the optimizer."""
+    states = scaler._per_optimizer_states if scaler.is_enabled() else {}
+    for found_inf in states.get(id(optimizer), {}).get("found_inf_per_device", {}).values():
+        found_inf.fill_(1.0)
 
 
 def shut_down_loader(iterator: Any) -> None:

@@ -196,16 +196,12 @@ class GlobalBatch:
 
     def _shared(self, start: int, stop: int, *, world: World, min_samples: int) -> tuple[int, int]:
         """Return a worker's weighted share; a tail that would leave one too few is cut evenly."""
-        parts = world.world_size
-        cuts = [
-            order.split(start, stop, parts=parts, part=part, shares=self.shares)
-            for part in range(parts)
-        ]
-        fewest = min(end - begin for begin, end in cuts)
-        if fewest >= min_samples or (fewest == 0 and self.allow_idle_workers):
+        cuts = order.cuts(start, stop, parts=world.world_size, shares=self.shares or ())
+        sizes = [end - begin for begin, end in cuts]
+        if all(n >= min_samples or (n == 0 and self.allow_idle_workers) for n in sizes):
             return cuts[world.rank]
-        if stop - start >= self.samples:
-            rule = f"leaves a worker {fewest} of {stop - start} samples, and {min_samples} is least"
+        if stop - start == self.samples:
+            rule = f"leaves a worker {min(sizes)} of {stop - start} samples, {min_samples} is least"
             way_out = "Raise the smallest share, or the batch (BatchNorm needs 2 samples a worker)."
             raise ArgumentError(describe("shares", self.shares, rule=rule, way_out=way_out))
         return _even_share(start, stop, world=world, min_samples=min_samples)

@@ -159,6 +159,7 @@ class StreamLoader:
         if self._options.num_workers and self._iterator is not None:
             shut_down_loader(self._iterator)
         self._loader = self._iterator = None
+        self._sampler.ranges = ()
 
     def _build(self) -> DataLoader[Any]:
         options = self._options

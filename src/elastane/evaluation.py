@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from elastane import order, replica
 from elastane.batching import World
 from elastane.data import LoaderOptions, StreamLoader
-from elastane.errors import ArgumentError, check_whole, describe
+from elastane.errors import ArgumentError, StateError, check_whole, describe
 from elastane.group import check_agreement, sum_over_workers
 
 __all__ = ["Evaluation", "evaluate"]
@@ -87,29 +87,35 @@ def evaluate(
         ),
     )
     if group is not None:
-        replica.merge_batch_statistics(
-            model,
-            sum_over_workers=partial(sum_over_workers, group=group),
-            world_size=world.world_size,
-        )
+        add_up = partial(sum_over_workers, group=group)
+        replica.merge_batch_statistics(model, sum_over_workers=add_up)
     start, stop = order.split(0, loader.num_samples, parts=world.world_size, part=world.rank)
     ranges = [(i, min(i + batch_size, stop)) for i in range(start, stop, batch_size)]
     has_samples = bool(ranges)
     totals: dict[str, torch.Tensor] = {}
-    with _evaluation_mode(model), torch.no_grad():
-        for batch in loader.read(ranges or [(0, 1)]):
-            for name, value in _checked(function(model, batch)).items():
-                totals[name] = totals[name] + value if name in totals else value
-    if not totals:
-        rule, way_out = "returned no sums", 'Return for example {"correct": number_of_hits}.'
-        raise ArgumentError(describe("function", function, rule=rule, way_out=way_out))
+    failure: Exception | None = None
+    try:
+        with _evaluation_mode(model), torch.no_grad():
+            for batch in loader.read(ranges or [(0, 1)]):
+                for name, value in _checked(function(model, batch)).items():
+                    totals[name] = totals[name] + value if name in totals else value
+        if not totals:
+            rule, way_out = "returned no sums", 'Return for example {"correct": number_of_hits}.'
+            raise ArgumentError(describe("function", function, rule=rule, way_out=way_out))
+    except Exception as error:
+        failure = error
     names = sorted(totals)
     device = next(model.parameters()).device
+    if group is not None:  # also where the function failed: the others wait here
+        told = {"names of the sums": names if failure is None else f"none, {failure!r}"}
+        with suppress(StateError) if failure is not None else nullcontext():
+            check_agreement(told, group=group, device=device)
+    if failure is not None:
+        raise failure
     sums = torch.stack([totals[name].to(device) for name in names])
     if not has_samples:
         sums.zero_()
     if group is not None:
-        check_agreement({"names of the sums": names}, group=group, device=device)
         sum_over_workers(sums, group=group)
     return Evaluation(
         sums=dict(zip(names, sums.tolist(), strict=True)),

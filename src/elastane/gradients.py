@@ -235,6 +235,8 @@ class GradientTap:
         missed = [p for p in every if p.grad is None]
         if len(missed) == len(every):
             return _NO_BACKWARD
+        if not missed:
+            return _NOT_AVERAGED
         shapes = ", ".join(str(tuple(p.shape)) for p in missed[:4])
         return (
             f"backward did not reach {len(missed)} of {len(every)} parameters (shapes {shapes}), "
@@ -387,6 +389,11 @@ _BROKEN = (
 _NO_BACKWARD = (
     "step() without a gradient: no parameter of the optimizer has one; call session.backward(loss) "
     "or loss.backward() on a loss computed with session.model before each step()"
+)
+_NOT_AVERAGED = (
+    "DDP did not average this micro-batch: compute the loss with session.model, not with your own "
+    "module; a parameter outside the optimizer that is not used must be frozen, or pass "
+    "ddp={'find_unused_parameters': True}"
 )
 _TWO_BACKWARDS = (
     "two backward passes in one micro-batch: DDP averages at each, so add up the losses and call "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ class Membership:
             return
         trainable = frozenset(id(p) for p in self._model.parameters() if p.requires_grad)
         if trainable != self._trainable:
+            if self._trainable:  # DDP would spread the buffers of rank 0
+                add_up = partial(sum_over_workers, group=self.group)
+                replica.merge_batch_statistics(self._model.inner, sum_over_workers=add_up)
             self._unwrap()
             wrapper = replica.wrap(self._model.inner, group=self.group, options=self._ddp)
             self._tap.attach(wrapper, group=self.group)

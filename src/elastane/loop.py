@@ -92,7 +92,7 @@ class Loop:
             warnings.warn(
                 f"the run is {self.ending}, so there is nothing to iterate over: raise num_steps, "
                 "or build a new session for a new run",
-                stacklevel=3,
+                stacklevel=2,
             )
         try:
             while not self.done:
@@ -126,9 +126,8 @@ class Loop:
             "learning rates": self.stepper.learning_rates(),
         }
 
-    def go_to(self, position: int) -> None:
-        """Take up a position, as a run that is not over."""
-        self.position = position
+    def revive(self) -> None:
+        """Be a run that goes on from its position, not one that was stopped."""
         self.stopped = self._stop_asked = False
         self._skipped = 0
 
@@ -163,6 +162,9 @@ class Loop:
                 return None
             outcome = self.stepper.finish()
             self._in_window = False
+        except BaseException:
+            self.stepper.discard()
+            raise
         finally:
             self._end_micro_batch()
         self.stopped = outcome.extras[0] > 0

@@ -235,16 +235,18 @@ class Schedule:
             raise StateError(message)
         groups, base_lrs = self._optimizer.param_groups, state["base_lrs"]
         lrs: Sequence[float | Tensor] = [group["lr"] for group in groups]
+        own_groups = len(groups)
         if self._scheduler is not None:
+            own_groups = len(self._scheduler.get_last_lr())  # fewer if a group joined since
             self._scheduler.load_state_dict(dict(state["scheduler"]))
             lrs = self._scheduler.get_last_lr()
-        if len(lrs) != len(groups) or len(base_lrs) > len(groups):
+        if len(lrs) != own_groups or len(base_lrs) > len(groups):
             message = (
                 "the state's schedule has another number of parameter groups than this optimizer's "
                 f"{len(groups)}: build it with the same groups"
             )
             raise StateError(message)
-        for group, lr in zip(groups, lrs, strict=True):
+        for group, lr in zip(groups, lrs, strict=False):  # a group that joined keeps its own
             _set_lr(group, lr)
         self._moved = int(state["moved"])
         self._base_lrs[: len(base_lrs)] = [float(lr) for lr in base_lrs]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from elastane.errors import (
 )
 from elastane.permutation import check_dataset, check_num_samples, check_range, places
 
-__all__ = ["batch_stop", "split", "stream_indices"]
+__all__ = ["batch_stop", "cuts", "split", "stream_indices"]
 
 
 def stream_indices(
@@ -172,10 +173,36 @@ def split(
         size, larger = divmod(stop - start, parts)
         begin = start + part * size + min(part, larger)
         return begin, begin + size + (part < larger)
+    return cuts(start, stop, shares=shares, parts=parts)[part]
+
+
+def cuts(start: int, stop: int, *, parts: int, shares: Sequence[float]) -> list[tuple[int, int]]:
+    """Return all the slices that `split` would return with these shares, in one pass.
+
+    Args:
+        start: First position of the range, from 0.
+        stop: One past its last position, from start.
+        parts: Number of slices, from 1.
+        shares: One finite number above 0 a part, in any unit.
+
+    Returns:
+        The first position of each slice and one past its last.
+
+    Raises:
+        ArgumentError: As `split`.
+
+    Example:
+        >>> cuts(100, 110, parts=3, shares=[2, 1, 0.5])
+        [(100, 106), (106, 109), (109, 110)]
+
+    References:
+        As `split`.
+    """
+    check_range(start, stop)
+    check_whole("parts", parts, at_least=1, way_out="Pass the world size.")
     _check_shares(shares, parts)
-    sizes = _largest_remainders(stop - start, shares)
-    begin = start + sum(sizes[:part])
-    return begin, begin + sizes[part]
+    ends = list(accumulate(_largest_remainders(stop - start, shares), initial=start))
+    return list(pairwise(ends))
 
 
 def _largest_remainders(size: int, shares: Sequence[float]) -> list[int]:

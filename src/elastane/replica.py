@@ -95,31 +95,55 @@ def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def merge_batch_statistics(
-    model: nn.Module, *, sum_over_workers: Callable[[torch.Tensor], None], world_size: int
+    model: nn.Module, *, sum_over_workers: Callable[[torch.Tensor], None]
 ) -> None:
     """Give all workers the same running statistics of BatchNorm: those of all their samples.
 
     The mean of the workers' means, and by the law of total variance the mean of their variances
-    plus the variance of their means; each worker counts once.
+    plus the variance of their means. Each worker counts once, and one that has seen no batch yet
+    not at all.
 
     Args:
         model: bare module.
-        sum_over_workers: adds up a tensor over the workers, in place.
-        world_size: number of workers.
+        sum_over_workers: adds up a float64 tensor over the workers, in place.
     """
-    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    known = [(m.running_mean, m.running_var) for m in layers]
-    pairs = [(mean, var) for mean, var in known if mean is not None and var is not None]
-    if not pairs:
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and _has_statistics(m)]
+    if not layers:
         return
-    flat = torch.cat([torch.cat([mean, var + mean.square()]).double() for mean, var in pairs])
+    rows = [_statistics(layer) for layer in layers]
+    flat = torch.cat(rows)
     sum_over_workers(flat)
-    flat /= world_size
-    sizes = [size for mean, _ in pairs for size in (mean.numel(), mean.numel())]
-    merged = flat.split(sizes)
-    for (mean, var), first, second in zip(pairs, merged[::2], merged[1::2], strict=True):
-        mean.copy_(first)
-        var.copy_((second - first.square()).clamp(min=0))
+    for layer, row in zip(layers, flat.split([row.numel() for row in rows]), strict=True):
+        _set_statistics(layer, row)
+
+
+def _has_statistics(layer: _BatchNorm) -> bool:
+    return layer.running_mean is not None and layer.running_var is not None
+
+
+def _statistics(layer: _BatchNorm) -> torch.Tensor:
+    """Return (1, batches seen, mean, mean square) in float64; zeros if no batch was seen."""
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    mean = layer.running_mean.double()
+    tracked = layer.num_batches_tracked
+    count = torch.ones_like(mean[:1]) if tracked is None else tracked.double().reshape(1)
+    row = torch.cat([torch.ones_like(count), count, mean, layer.running_var.double() + mean**2])
+    return row * (count > 0)
+
+
+def _set_statistics(layer: _BatchNorm, row: torch.Tensor) -> None:
+    """Set a layer's statistics from the sum of the workers' rows."""
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    num_workers = row[0].item()
+    if num_workers == 0:
+        return
+    mean, mean_square = (row[2:] / num_workers).chunk(2)
+    layer.running_mean.copy_(mean)
+    layer.running_var.copy_((mean_square - mean**2).clamp(min=0))
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.copy_((row[1] / num_workers).round())
 
 
 def wrap(

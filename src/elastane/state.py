@@ -82,9 +82,10 @@ class SessionState:
                 raise
             message = f"the state lacks something, or has it in another form: {error!r}"
             raise StateError(message) from error
+        self._loop.revive()
 
     def _take(self, state: Mapping[str, Any]) -> None:
         self._loop.stepper.controller.load_state_dict(state["controller"])
         self._loop.stepper.load_state_dict(state["stepper"])
         set_rng_state(state["rng"], rank=self._rank, device=self._device)
-        self._loop.go_to(int(state["position"]))
+        self._loop.position = int(state["position"])

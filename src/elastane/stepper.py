@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -92,7 +93,11 @@ class Stepper:
         self._per = per
         self._extras: Callable[[], Sequence[Extra]] = tuple
         self._num_parameters = self._count()
-        self.tap = GradientTap(parameter_groups(optimizer, per=per), extras=self._all_extras)
+        own_extras = weakref.WeakMethod(self._all_extras)  # no cycle: it would keep the model
+        self.tap = GradientTap(
+            parameter_groups(optimizer, per=per),
+            extras=lambda: extras() if (extras := own_extras()) else (),
+        )
         self._loss_sum: float | Tensor = 0.0
         self._loss_weight = 0.0
         self._warned = self._is_stepping = self._had_backward = False
@@ -124,7 +129,6 @@ class Stepper:
             plan: the step's samples.
             extras: called when the step is reduced; its values are summed over the ranks.
         """
-        self._extras = extras
         self._schedule.check_untouched()
         if self._count() != self._num_parameters:
             check_optimizer(self._optimizer, self._model)
@@ -136,7 +140,7 @@ class Stepper:
         can_tell = len(plan.micro_batches) > 1 or not self.tap.is_alone
         measure = self.controller.wants_measurement and can_tell
         self.tap.begin(batch_samples=plan.batch_samples, measure=measure)
-        self._plan = plan
+        self._plan, self._extras = plan, extras
         self._loss_sum, self._loss_weight = 0.0, 0.0
 
     def begin(self, weight: float, *, last: bool) -> None:
@@ -188,6 +192,8 @@ class Stepper:
         lr = float(self._optimizer.param_groups[0]["lr"]) * decision.factors[0]
         if measurement.finite:
             self._step(decision, grad_norm=measurement.grad_norm)
+        elif scaler is not None:
+            _compat.note_overflow(scaler, self._optimizer)
         if scaler is not None:
             scaler.update()
         self.discard()
@@ -202,8 +208,9 @@ class Stepper:
         )
 
     def discard(self) -> None:
-        """Drop the gradients."""
+        """Drop the gradients and what the window was given."""
         self._optimizer.zero_grad(set_to_none=True)
+        self._extras = tuple
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of schedule and scaler."""
