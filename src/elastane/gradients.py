@@ -333,26 +333,22 @@ class GradientTap:
         finite = local.isfinite().all()
         local = torch.where(finite, local, torch.zeros_like(local))
         extras = tuple(self._extras()) if self._extras else ()
-        told = (self._total_weight, self._num_gradients, (~finite), *extras)
-        vector = torch.cat([local, self._as_vector(told, device)])
+        told = (self._total_weight, self._num_gradients, ~finite, *extras)
+        vector = torch.cat([local, _as_vector(told, device)])
         work = None if self._process_group is None else self._start_sum(vector)
         self._small = (vector, work)
 
-    def _as_vector(self, values: Sequence[Extra], device: torch.device) -> Tensor:
-        """Return host numbers and device scalars in one float64 vector, without waiting."""
-        on_host = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
-        vector = torch.tensor(on_host, dtype=torch.float64).to(device, non_blocking=True)
-        for place, value in enumerate(values):
-            if isinstance(value, Tensor):
-                vector[place] = value
-        return vector
-
     def _read(self, loss_scale: Extra) -> Measurement:
-        vector = self._wait()
+        vector, work = self._small or (torch.zeros(0), None)
+        if work is not None and self._failure is None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._failure = str(error)
         if self._failure is not None:
             raise CommunicationError(_BROKEN.format(cause=self._failure))
         means = torch.stack([self._means[index] for index in sorted(self._means)]).sum(0)
-        scale = self._as_vector([loss_scale], vector.device)
+        scale = _as_vector([loss_scale], vector.device)
         *values, known_scale = torch.cat([vector, means, scale]).tolist()
         measurement = read_measurement(
             values[: len(vector)],
@@ -366,19 +362,20 @@ class GradientTap:
             foreach_mul_(grads, self._batch_samples / measurement.weight)
         return measurement
 
-    def _wait(self) -> Tensor:
-        vector, work = self._small or (torch.zeros(0), None)
-        if work is not None and self._failure is None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                self._failure = str(error)
-        return vector
-
 
 def _average_bucket(tap: GradientTap, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's communication hook; it wants its second parameter to be called `bucket`."""
     return tap._reduce_bucket(bucket)
+
+
+def _as_vector(values: Sequence[Extra], device: torch.device) -> Tensor:
+    """Return host numbers and device scalars in one float64 vector, without waiting."""
+    on_host = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
+    vector = torch.tensor(on_host, dtype=torch.float64).to(device, non_blocking=True)
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            vector[place] = value
+    return vector
 
 
 _BROKEN = (
