@@ -56,9 +56,9 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
             f"{row['batch']:,}",
             NAMES[row["rule"]],
             f"{row['accuracy']:.3f}",
-            f"{row['train_loss']:.4f}",
+            "-" if row["train_loss"] is None else f"{row['train_loss']:.4g}",
             f"{row['steps']:,}",
-            f"{rows[0]['steps'] / row['steps']:.1f}",
+            "diverged" if row["diverged"] else f"{rows[0]['steps'] / row['steps']:.1f}",
         )
     return table
 

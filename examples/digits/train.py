@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from elastane import AdaScale, GlobalBatch, Linear, LoaderOptions, Session, WarmUp
+from elastane.errors import NonFiniteError
 from examples.digits.data import load_digits
 
 BASE_BATCH_SIZE = 16
@@ -53,12 +55,14 @@ def train_loss(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
     return {"train_loss": F.cross_entropy(model(images), labels, reduction="sum")}
 
 
-def train(rule: str, *, scale: int, num_steps: int, seed: int, out: Path) -> dict[str, object]:
+def train(
+    rule: str, *, scale: int, lr: float, num_steps: int, seed: int, out: Path
+) -> dict[str, object]:
     """Train once and return a row of the table."""
     train_set, validation_set = load_digits()
     torch.manual_seed(seed)
     model = build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=BASE_LR, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     with Session(
         model,
         optimizer=optimizer,
@@ -71,21 +75,26 @@ def train(rule: str, *, scale: int, num_steps: int, seed: int, out: Path) -> dic
         loader=LoaderOptions(seed=seed),
         run_dir=out / folder_name(rule, scale=scale),
     ) as session:
-        step, next_evaluation = 0, 0.0
-        for images, labels in session:
-            session.backward(F.cross_entropy(session.model(images), labels))
-            result = session.step()
-            step += result is not None
-            if session.progress >= next_evaluation:
-                next_evaluation += num_steps / 20
-                session.evaluate(accuracy, validation_set)
+        step, next_evaluation, diverged = 0, 0.0, False
+        try:
+            for images, labels in session:
+                session.backward(F.cross_entropy(session.model(images), labels))
+                result = session.step()
+                step = result.step if result is not None else step
+                if session.progress >= next_evaluation:
+                    next_evaluation += num_steps / 20
+                    session.evaluate(accuracy, validation_set)
+        except NonFiniteError:
+            diverged = True
+        loss = session.evaluate(train_loss, train_set).mean("train_loss")
         return {
             "scale": scale,
             "batch": scale * BASE_BATCH_SIZE,
             "rule": rule,
             "accuracy": session.evaluate(accuracy, validation_set).mean("accuracy"),
-            "train_loss": session.evaluate(train_loss, train_set).mean("train_loss"),
+            "train_loss": loss if math.isfinite(loss) else None,
             "steps": step,
+            "diverged": diverged,
             "workers": session.world.world_size,
             "rank": session.world.rank,
         }
@@ -97,6 +106,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="RULE:SCALE", help="for example adascale:16")
     parser.add_argument("--out", type=Path, default=Path("runs/digits"))
     parser.add_argument("--num-steps", type=int, default=2_500, help="base steps")
+    parser.add_argument("--lr", type=float, default=BASE_LR, help="learning rate at batch 16")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     for run in options.runs:
@@ -104,6 +114,7 @@ def main() -> None:
         row = train(
             rule,
             scale=int(scale),
+            lr=options.lr,
             num_steps=options.num_steps,
             seed=options.seed,
             out=options.out,
