@@ -156,7 +156,7 @@ def test_a_shell_sees_the_exit_code_and_no_traceback(tmp_path):
 def test_the_demos_table_has_one_head_and_its_folders_speak_the_tables_words():
     row = {"rule": "linear", "scale": 64, "batch": 1024, "accuracy": 0.5, "train_loss": 1.0}
     console = Console(file=io.StringIO(), width=120)
-    console.print(table_of([row | {"steps": 40}]))
+    console.print(table_of([row | {"steps": 40, "diverged": False}]))
     lines = console.file.getvalue().splitlines()
     (rule,) = (index for index, line in enumerate(lines) if line.startswith("┡"))
     assert "accuracy" in lines[rule - 1]
