@@ -321,6 +321,8 @@ def feed_of(size=23, *, policy=None, rank=0, world_size=1, min_samples=1, **opti
         options=LoaderOptions(**options),
         policy=policy or LocalBatch(4, micro_batches=2),
         world=World(rank=rank, world_size=world_size),
+        most_workers=world_size,
+        loader_number=rank,
         min_samples=min_samples,
     )
 

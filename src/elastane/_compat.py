@@ -18,10 +18,12 @@ from torch.optim import Optimizer
 __all__ = [
     "GradBucket",
     "PrefixStore",
+    "TCPStore",
     "foreach_add_",
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
+    "forget_unscaling",
     "is_unscaled",
     "loss_scale",
     "no_buffer_sync",
@@ -34,6 +36,7 @@ foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[repor
 foreach_mul_: Callable[..., None] = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm: Callable[..., list[torch.Tensor]] = torch._foreach_norm  # pyright: ignore
 PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 rendezvous = dist.rendezvous  # pyright: ignore[reportPrivateImportUsage]
 foreach_zero_: Callable[..., None] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
@@ -66,6 +69,12 @@ def note_overflow(scaler: GradScaler, optimizer: Optimizer) -> None:
     states = scaler._per_optimizer_states if scaler.is_enabled() else {}
     for found_inf in states.get(id(optimizer), {}).get("found_inf_per_device", {}).values():
         found_inf.fill_(1.0)
+
+
+def forget_unscaling(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Have the scaler take the optimizer's next gradients for scaled ones."""
+    if scaler.is_enabled():
+        scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
 def shut_down_loader(iterator: Any) -> None:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
-__all__ = ["Launch", "launch"]
+__all__ = [
+    "ElasticLaunch",
+    "Launch",
+    "elastic_launch",
+    "launch",
+    "runtime_dir",
+    "threads_of_workers",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,3 +30,61 @@ def launch() -> Launch | None:
     if rank is None or world_size is None or "MASTER_ADDR" not in os.environ:
         return None
     return Launch(rank=int(rank), world_size=int(world_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticLaunch:
+    """What `elastane run` sets for a worker, each as `ELASTANE_` and the name in capitals.
+
+    Attributes:
+        store: HOST:PORT of the job's store.
+        job: name of the job.
+        worker: this worker's id, never used by another.
+        agent: id of the agent that started it.
+        slot: number of its place on that agent.
+        run_dir: the run's folder.
+        expected_workers: how many there will be, for the discarded step.
+        max_workers: how many there may be.
+        beat_interval_s: seconds between two beats.
+        orphan_limit_s: seconds without a launcher after which it writes a checkpoint and exits.
+    """
+
+    store: str
+    job: str
+    worker: int
+    agent: str
+    slot: int
+    run_dir: str
+    expected_workers: int = 1
+    max_workers: int = 1
+    beat_interval_s: float = 0.2
+    orphan_limit_s: float = 300.0
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables to set for the worker."""
+        names = (one.name for one in fields(self))
+        return {f"ELASTANE_{name.upper()}": str(getattr(self, name)) for name in names}
+
+
+def elastic_launch() -> ElasticLaunch | None:
+    """Return what `elastane run` set for this process, or `None` under another launcher."""
+    if "ELASTANE_STORE" not in os.environ:
+        return None
+    kinds = {"int": int, "float": float, "str": str}
+    values = {
+        one.name: kinds[str(one.type)](os.environ[f"ELASTANE_{one.name.upper()}"])
+        for one in fields(ElasticLaunch)
+        if f"ELASTANE_{one.name.upper()}" in os.environ
+    }
+    return ElasticLaunch(**values)
+
+
+def runtime_dir() -> Path | None:
+    """Return the folder that the system set aside for this user's sockets, if it says so."""
+    folder = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(folder) if folder else None
+
+
+def threads_of_workers() -> str:
+    """Return how many OpenMP threads a worker may have: what was asked for, else 1."""
+    return os.environ.get("OMP_NUM_THREADS", "1")

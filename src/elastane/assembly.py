@@ -5,19 +5,24 @@ Changes nothing outside: no file, no process, no group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from elastane import arguments, replica
-from elastane.batching import BatchPolicy, LocalBatch
+from elastane import _env, arguments, replica
+from elastane.batching import BatchPolicy, LocalBatch, World
 from elastane.controller import StepController
+from elastane.elastic.runtime import ElasticMembership
+from elastane.evaluation import Evaluator
 from elastane.feed import Feed
-from elastane.group import Membership, discover_world
+from elastane.fixed import FixedMembership, discover_world
+from elastane.group import Membership, Wrapping
 from elastane.loop import Loop
 from elastane.reporting import Reporter
 from elastane.state import SessionState
 from elastane.stepper import Stepper
+from elastane.training import Training
 
 __all__ = ["Parts", "assemble"]
 
@@ -32,8 +37,9 @@ class Parts:
         membership: the workers.
         reporter: tells what happens.
         loop: orders the others.
+        evaluator: evaluates over the workers.
         state: what is saved.
-        run: numbers that make it this run; the same on all workers and in a saved state.
+        training: all that workers have in common.
     """
 
     feed: Feed
@@ -41,8 +47,15 @@ class Parts:
     membership: Membership
     reporter: Reporter
     loop: Loop
+    evaluator: Evaluator
     state: SessionState
-    run: Mapping[str, int]
+    training: Training
+
+    @contextmanager
+    def pause(self, reason: str) -> Iterator[None]:
+        """Tell how long a block took, and all the while that it is no hang."""
+        with self.membership.pause(reason), self.reporter.pause(reason):
+            yield
 
 
 def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
@@ -52,13 +65,16 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         given: the arguments of `Session` by name.
         model: what users will hold; its inner module is the model given.
     """
-    world, loader, measuring = discover_world(), given["loader"], given["measuring"]
+    launch, loader, measuring = _env.elastic_launch(), given["loader"], given["measuring"]
+    world = discover_world() if launch is None else World(world_size=launch.expected_workers)
     policy: BatchPolicy = given["batch"] or LocalBatch(given["base_batch_size"])
     feed = Feed(
         given["dataset"],
         options=loader,
         policy=policy,
         world=world,
+        most_workers=world.world_size if launch is None else launch.max_workers,
+        loader_number=world.rank if launch is None else launch.worker,
         min_samples=replica.fewest_samples(model),
     )
     num_steps = arguments.base_steps(
@@ -85,7 +101,12 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         max_norm=given["max_norm"],
         per=measuring.per,
     )
-    membership = Membership(model, tap=stepper.tap, world=world, ddp=given["ddp"] or {})
+    wrapping = Wrapping(model, tap=stepper.tap, ddp=given["ddp"] or {})
+    membership: Membership
+    if launch is None:
+        membership = FixedMembership(wrapping, world=world)
+    else:
+        membership = ElasticMembership(wrapping, launch=launch)
     run = {
         "num_samples": feed.num_samples,
         "base_batch_size": given["base_batch_size"],
@@ -98,18 +119,29 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         controller,
         world=world,
         facts=run | {"rule": repr(given["rule"]), "policy": repr(policy), "parameters": size},
-        run_dir=given["run_dir"],
+        run_dir=given["run_dir"] or (launch.run_dir if launch else None),
         sinks=given["sinks"],
         progress_bar=given["progress_bar"],
     )
     loop = Loop(model, feed=feed, stepper=stepper, membership=membership, reporter=reporter)
     device = next(model.parameters()).device
+    state = SessionState(run, loop=loop, membership=membership, device=device)
+    training = Training(
+        model=model.inner,
+        optimizer=optimizer,
+        identity={**run, "num_steps": num_steps, "parameters": size},
+        loop=loop,
+        feed=feed,
+        reporter=reporter,
+        state=state,
+    )
     return Parts(
         feed=feed,
         stepper=stepper,
         membership=membership,
         reporter=reporter,
         loop=loop,
-        state=SessionState(run, loop=loop, rank=world.rank, device=device),
-        run=run,
+        evaluator=Evaluator(model.inner, options=loader, membership=membership),
+        state=state,
+        training=training,
     )

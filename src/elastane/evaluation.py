@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,9 @@ from elastane import order, replica
 from elastane.batching import World
 from elastane.data import LoaderOptions, StreamLoader
 from elastane.errors import ArgumentError, StateError, check_whole, describe
-from elastane.group import check_agreement, sum_over_workers
+from elastane.group import Membership, check_agreement, sum_over_workers
 
-__all__ = ["Evaluation", "evaluate"]
+__all__ = ["Evaluation", "Evaluator", "evaluate"]
 
 EvaluationFunction = Callable[[nn.Module, Any], Mapping[str, "float | torch.Tensor"]]
 
@@ -45,6 +45,41 @@ class Evaluation:
     def mean(self, name: str) -> float:
         """Return a quantity's mean over the samples."""
         return self.sums[name] / self.num_samples
+
+
+class Evaluator:
+    """Evaluates on whatever workers there are, and starts over if they change on the way.
+
+    Args:
+        model: bare module.
+        options: how samples are collated.
+        membership: the workers.
+    """
+
+    def __init__(self, model: nn.Module, *, options: LoaderOptions, membership: Membership) -> None:
+        self._model = model
+        self._options = options
+        self._membership = membership
+
+    def __call__(
+        self, function: EvaluationFunction, dataset: Dataset[Any] | Any, *, batch_size: int
+    ) -> Evaluation:
+        """Return the sums of a function over a dataset (see `evaluate`)."""
+
+        def work() -> dict[str, Any]:
+            group = self._membership.group
+            evaluation = evaluate(
+                function,
+                model=self._model,
+                dataset=dataset,
+                options=self._options,
+                batch_size=batch_size,
+                world=World() if group is None else self._membership.world,
+                group=group,
+            )
+            return asdict(evaluation)
+
+        return Evaluation(**self._membership.together(work))
 
 
 def evaluate(

@@ -34,7 +34,9 @@ class Feed:
         dataset: map-style dataset with a length.
         options: order and loading.
         policy: batch policy.
-        world: this worker's place.
+        world: this worker's place at first; `reset` changes it.
+        most_workers: how many there may be.
+        loader_number: seeds the loader processes; another one on each worker.
         min_samples: fewest samples of a micro-batch.
 
     Raises:
@@ -48,11 +50,16 @@ class Feed:
         options: LoaderOptions,
         policy: BatchPolicy,
         world: World,
+        most_workers: int,
+        loader_number: int,
         min_samples: int,
     ) -> None:
         check_fit(policy, min_samples=min_samples)
-        self._loader = StreamLoader(dataset, options=options, rank=world.rank)
-        _check_enough_samples(self._loader.num_samples, world=world, min_samples=min_samples)
+        self._loader = StreamLoader(dataset, options=options, rank=loader_number)
+        _check_enough_samples(
+            self._loader.num_samples, num_workers=most_workers, min_samples=min_samples
+        )
+        policy.batch_samples(most_workers)
         self._options = options
         self._policy = policy
         self._world = world
@@ -65,6 +72,11 @@ class Feed:
     def num_samples(self) -> int:
         """Samples of an epoch."""
         return self._loader.num_samples
+
+    def reset(self, world: World) -> None:
+        """Deal for another place from the next window on; what was read ahead is dropped."""
+        self._world = world
+        self._next_position = None
 
     def plan(self, position: int) -> StepPlan:
         """Return the step that starts at `position`."""
@@ -107,9 +119,9 @@ class Feed:
             position = plan.stop
 
 
-def _check_enough_samples(num_samples: int, *, world: World, min_samples: int) -> None:
-    needed = world.world_size * min_samples
+def _check_enough_samples(num_samples: int, *, num_workers: int, min_samples: int) -> None:
+    needed = num_workers * min_samples
     if num_samples < needed:
-        rule = f"fewer samples than the {needed} that {world.world_size} workers need for a step"
+        rule = f"fewer samples than the {needed} that {num_workers} workers need for a step"
         way_out = "Use fewer workers or more samples."
         raise ArgumentError(describe("len(dataset)", num_samples, rule=rule, way_out=way_out))

@@ -6,7 +6,7 @@ Joins feed and stepper; knows nothing of process groups, checkpoints or evaluati
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from elastane import replica
 from elastane.batching import MicroBatch
-from elastane.errors import NonFiniteError, UsageError
+from elastane.errors import CommunicationError, NonFiniteError, UsageError
 from elastane.feed import Feed
 from elastane.group import Membership
+from elastane.rehearsal import Rehearsal
 from elastane.reporting import Reporter, StepResult
-from elastane.stepper import Stepper
+from elastane.stepper import Outcome, Stepper
 
 __all__ = ["Loop"]
 
@@ -32,7 +33,7 @@ class Loop:
         model: what the user computes the loss with.
         feed: where micro-batches come from.
         stepper: what makes steps of them.
-        membership: wraps the model anew where other parameters are trained.
+        membership: who takes part, and what they agree on.
         reporter: is told of every step.
     """
 
@@ -51,6 +52,8 @@ class Loop:
         self._membership = membership
         self._reporter = reporter
         self._in_window = False
+        self._rehearsal: Rehearsal | None = None
+        self._last_result: StepResult | None = None
         self._micro_batch: MicroBatch | None = None
         self._contexts = ExitStack()
         self._skipped = 0
@@ -96,12 +99,19 @@ class Loop:
             )
         try:
             while not self.done:
-                yield from self._window()
+                while not self.done:
+                    yield from self._window()
+                self._membership.agree_on_end()
+            self.settled(self.stepper.controller.step)
         finally:
             self.abandon()
 
     def _window(self) -> Iterator[Any]:
-        self._membership.refresh()
+        self._membership.start_window()
+        if self.done:  # others had gone further
+            return
+        if self._membership.warming:
+            self._rehearsal = Rehearsal(self._model)
         self._plan = self._feed.plan(self.position)
         self._in_window = True
         self.stepper.open(self._plan, extras=self._extras)
@@ -156,23 +166,51 @@ class Loop:
     def step(self) -> StepResult | None:
         """End the micro-batch at work, and with the last one the window."""
         is_last = self.is_last
+        broken: str | None = None
+        outcome: Outcome | None = None
         try:
             if not is_last:
                 self.stepper.set_aside()
                 return None
-            outcome = self.stepper.finish()
-            self._in_window = False
+            if self._rehearsal is None:
+                outcome = self.stepper.finish()
+        except CommunicationError as error:
+            broken = str(error)
         except BaseException:
             self.stepper.discard()
             raise
         finally:
             self._end_micro_batch()
-        self.stopped = outcome.extras[0] > 0
+        self._in_window = False
+        if outcome is not None:
+            return self._finish(outcome)
+        self.stepper.discard()
+        if broken is not None:
+            return self._last_result if self._membership.recover(broken) else None
+        return self._end_rehearsal()
+
+    def _end_rehearsal(self) -> None:
+        assert self._rehearsal is not None
+        self._rehearsal.undo()
+        self._rehearsal = None
+        self._membership.rehearsed()
+
+    def _finish(self, outcome: Outcome) -> StepResult:
+        stop, *sums = outcome.extras
+        self.stopped = stop > 0
         if outcome.committed:
             self.position, self._skipped = self._plan.stop, 0
         else:
             self._count_skipped()
-        return self._reporter.step(outcome, plan=self._plan)
+        self._membership.finished_step(sums)
+        final = self.stepper.controller.step if self._membership.final_at_once else None
+        self._last_result = self._reporter.step(outcome, plan=self._plan)
+        self.settled(self._last_result.step - 1 if final is None else final)
+        return self._last_result
+
+    def settled(self, step: int) -> None:
+        """Know that committed steps up to this one are final, and that no later one is."""
+        self._reporter.settled(step)
 
     def _count_skipped(self) -> None:
         self._skipped += 1
@@ -188,12 +226,26 @@ class Loop:
         self._stop_asked = True
 
     def _extras(self) -> Sequence[float]:
-        """Return what is summed over the workers with each step: who asks to stop."""
-        return (float(self._stop_asked),)
+        """Return what is summed over the workers with each step: first who asks to stop."""
+        return (float(self._stop_asked), *self._membership.extras())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a worker that was not there needs to know of the last window."""
+        result = None if self._last_result is None else self._last_result.state_dict()
+        return {"stopped": self.stopped, "skipped": self._skipped, "result": result}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what another worker knows of the last window, as if it had been one's own."""
+        self.stopped, self._skipped = bool(state["stopped"]), int(state["skipped"])
+        result = state["result"]
+        self._last_result = None if result is None else StepResult.from_state_dict(result)
+        epoch = max(self.position - 1, 0) // self._feed.num_samples
+        self._reporter.adopt(self._last_result, epoch=epoch)
 
     def abandon(self) -> None:
         """Drop what was not committed."""
         self._in_window = False
+        self._rehearsal = None
         self._end_micro_batch()
         self.stepper.discard()
 

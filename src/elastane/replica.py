@@ -95,7 +95,7 @@ def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def merge_batch_statistics(
-    model: nn.Module, *, sum_over_workers: Callable[[torch.Tensor], None]
+    model: nn.Module, *, sum_over_workers: Callable[[torch.Tensor], None], counted: bool = True
 ) -> None:
     """Give all workers the same running statistics of BatchNorm: those of all their samples.
 
@@ -106,12 +106,13 @@ def merge_batch_statistics(
     Args:
         model: bare module.
         sum_over_workers: adds up a float64 tensor over the workers, in place.
+        counted: whether this worker's own statistics take part; not those it has just copied.
     """
     layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and _has_statistics(m)]
     if not layers:
         return
     rows = [_statistics(layer) for layer in layers]
-    flat = torch.cat(rows)
+    flat = torch.cat(rows) if counted else torch.zeros_like(torch.cat(rows))
     sum_over_workers(flat)
     for layer, row in zip(layers, flat.split([row.numel() for row in rows]), strict=True):
         _set_statistics(layer, row)

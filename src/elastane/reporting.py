@@ -6,7 +6,9 @@ Turns outcomes into values and events; decides nothing.
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,6 +26,8 @@ from elastane.stepper import Outcome
 from elastane.telemetry import JsonlSink, ProgressBar, Sink, Telemetry
 
 __all__ = ["Reporter", "StepResult"]
+
+RECENT_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,7 @@ class StepResult:
         batch_samples: `B`.
         num_gradients: micro-batches over all workers.
         world_size: number of workers.
+        generation: number of the membership that the step was made in.
         grad_norm: norm of the batch's mean gradient, before clipping.
         moments: averaged raw moments that the gain came from; `None` before there are any.
         skipped: whether the gradients were not finite, so that nothing moved.
@@ -62,6 +67,7 @@ class StepResult:
     batch_samples: int
     num_gradients: int
     world_size: int
+    generation: int
     grad_norm: float
     moments: Moments | None
     skipped: bool
@@ -71,6 +77,16 @@ class StepResult:
     def noise_scale(self) -> float | None:
         """Gradient noise scale in samples; `None` before there are moments."""
         return None if self.moments is None else noise.noise_scale(self.moments)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the result as numbers, for workers that did not see the step's end."""
+        return asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> StepResult:
+        """Return the result that `state_dict` described."""
+        moments = state["moments"]
+        return cls(**{**state, "moments": None if moments is None else Moments(**moments)})
 
 
 class Run(Protocol):
@@ -85,9 +101,11 @@ class Run(Protocol):
 class Reporter:
     """Builds step results and, on rank 0, hands the run's events to its sinks.
 
+    A step's event is held back until the step is final: an event that was told is never void.
+
     Args:
         controller: knows step and progress.
-        world: this worker's place.
+        world: this worker's place at first; `entered` changes it.
         facts: what the run is, for its start event.
         run_dir: folder for the events, or `None`.
         sinks: further receivers.
@@ -110,22 +128,49 @@ class Reporter:
         self._run_dir = run_dir
         self._sinks = list(sinks)
         self._progress_bar = progress_bar
+        self._own_sinks: list[Sink] = []
         self._telemetry = Telemetry([])
+        self._held: dict[str, Any] | None = None
+        self._change: dict[str, Any] | None = None
+        self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._started = self._last = time.perf_counter()
+        self.last: StepResult | None = None
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Open the sinks for the length of a run, and tell its start and its end."""
-        sinks: list[Sink] = []
-        if self._world.rank == 0:
-            sinks = (
-                [*self._sinks]
-                if self._run_dir is None
-                else [JsonlSink(self._run_dir), *self._sinks]
-            )
-            if self._progress_bar:
-                sinks.append(ProgressBar(num_steps=math.ceil(self._controller.num_steps)))
-        with Telemetry(sinks) as self._telemetry:
+        """Tell the run's end, and close the sinks, when a block ends."""
+        cause: str | None = None
+        try:
+            yield
+        except BaseException as error:
+            cause = type(error).__name__
+            raise
+        finally:
+            self._tell_end(cause or run.ending)
+            self._close(everything=True)
+
+    def entered(self, world: World, *, cause: str) -> None:
+        """Report from another place from now on; whoever has become rank 0 opens its sinks."""
+        self._world = world
+        if world.rank != 0:
+            self._close(everything=False)
+        elif not self._telemetry.enabled:
+            self._open()
+        if self._seconds:
+            self._change = {"cause": cause, "step": self._controller.step}
+
+    def leave(self) -> None:
+        """Tell nothing any longer, not even an end: the run goes on without this worker."""
+        self._held = None
+        self._close(everything=True)
+
+    def _open(self) -> None:
+        if self._run_dir is not None:
+            self._own_sinks.append(JsonlSink(self._run_dir))
+        if self._progress_bar:
+            self._own_sinks.append(ProgressBar(num_steps=math.ceil(self._controller.num_steps)))
+        self._telemetry = Telemetry([*self._own_sinks, *self._sinks])
+        if not self._seconds:
             self._started = self._last = time.perf_counter()
             self._telemetry.emit(
                 "start",
@@ -136,14 +181,13 @@ class Reporter:
                 generation=self._world.generation,
                 **self._facts,
             )
-            cause: str | None = None
-            try:
-                yield
-            except BaseException as error:
-                cause = type(error).__name__
-                raise
-            finally:
-                self._tell_end(cause or run.ending)
+
+    def _close(self, *, everything: bool) -> None:
+        """Stop to tell; the sinks that were given to us are closed only when the run is over."""
+        own, self._own_sinks = self._own_sinks, []
+        closing = self._telemetry if everything else Telemetry(own)
+        self._telemetry = Telemetry([])
+        closing.close()
 
     def _tell_end(self, cause: str) -> None:
         self._telemetry.emit(
@@ -155,7 +199,7 @@ class Reporter:
         )
 
     def step(self, outcome: Outcome, *, plan: StepPlan) -> StepResult:
-        """Return the result of a window and tell it."""
+        """Return the result of a window; it is told when it is final."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         decision, measurement = outcome.decision, outcome.measurement
@@ -172,23 +216,48 @@ class Reporter:
             batch_samples=plan.batch_samples,
             num_gradients=measurement.num_gradients,
             world_size=self._world.world_size,
+            generation=self._world.generation,
             grad_norm=measurement.grad_norm,
             moments=decision.moments,
             skipped=not outcome.committed,
             seconds=seconds,
         )
-        if self._telemetry.enabled:
-            fields: dict[str, Any] = asdict(result)
-            moments = fields.pop("moments") or {"variance": None, "sqr_norm": None}
-            self._telemetry.emit(
-                "step",
-                **fields,
-                **moments,
-                noise_scale=result.noise_scale,
-                epoch=plan.epoch,
-                generation=self._world.generation,
-            )
+        self._tell_change(seconds)
+        self._seconds.append(seconds)
+        self._hold(result, epoch=plan.epoch)
         return result
+
+    def adopt(self, result: StepResult | None, *, epoch: int) -> None:
+        """Take another worker's result of the last step for one's own."""
+        self._held = None
+        if result is not None:
+            self._hold(result, epoch=epoch)
+
+    def settled(self, step: int) -> None:
+        """Tell the step that was held back, or forget it if it has become void."""
+        held, self._held = self._held, None
+        if held is not None and held["step"] <= step and self._telemetry.enabled:
+            self._telemetry.emit("step", **held)
+
+    def _hold(self, result: StepResult, *, epoch: int) -> None:
+        self.settled(result.step - 1)
+        self.last = result
+        fields: dict[str, Any] = asdict(result)
+        moments = fields.pop("moments") or {"variance": None, "sqr_norm": None}
+        self._held = {**fields, **moments, "noise_scale": result.noise_scale, "epoch": epoch}
+
+    def _tell_change(self, seconds: float) -> None:
+        """Tell a change of membership once its pause is known: with the first step after it."""
+        change, self._change = self._change, None
+        if change is not None:
+            self._telemetry.emit(
+                "membership",
+                generation=self._world.generation,
+                world_size=self._world.world_size,
+                progress=self._controller.progress,
+                pause_s=max(seconds - statistics.median(self._seconds), 0.0),
+                **change,
+            )
 
     def evaluation(self, result: Evaluation) -> None:
         """Tell the means of an evaluation."""

@@ -22,7 +22,7 @@ from elastane.batching import BatchPolicy, World
 from elastane.controller import Measuring
 from elastane.data import LoaderOptions
 from elastane.errors import UsageError
-from elastane.evaluation import Evaluation, EvaluationFunction, evaluate
+from elastane.evaluation import Evaluation, EvaluationFunction
 from elastane.momentum import Compensation, MomentumRamp
 from elastane.reporting import StepResult
 from elastane.scaling import AdaScale, Rule
@@ -91,7 +91,6 @@ class Session:
         self.model = replica.Replica(model)
         self._parts = assemble(given, model=self.model)
         self._loop = self._parts.loop
-        self._loader_options = loader
         self._open: ExitStack | None = None
         self._was_open = False
 
@@ -99,6 +98,11 @@ class Session:
     def world(self) -> World:
         """This worker's rank, the number of workers, and the generation of the membership."""
         return self._parts.membership.world
+
+    @property
+    def warming(self) -> bool:
+        """Whether the micro-batch at work belongs to a rehearsal, whose step is thrown away."""
+        return self._parts.membership.warming
 
     @property
     def progress(self) -> float:
@@ -134,10 +138,9 @@ class Session:
         with ExitStack() as stack:
             stack.callback(parts.feed.close)
             parts.feed.start(self.position)
-            stack.enter_context(parts.membership.joined())
-            parts.membership.check_agreement({**parts.run, **self._loop.facts()})
-            stack.enter_context(parts.stepper.guarded())
             stack.enter_context(parts.reporter.running(self._loop))
+            stack.enter_context(parts.membership.joined(parts.training))
+            stack.enter_context(parts.stepper.guarded())
             stack.callback(self._loop.abandon)
             self._open = stack.pop_all()
         return self
@@ -192,7 +195,7 @@ class Session:
     def pause(self, reason: str) -> AbstractContextManager[None]:
         """Return a context for work that the other workers must not take for a hang."""
         self._require_open()
-        return self._parts.reporter.pause(reason)
+        return self._parts.pause(reason)
 
     def evaluate(
         self, function: EvaluationFunction, dataset: Dataset[Any] | Any, *, batch_size: int = 256
@@ -206,15 +209,7 @@ class Session:
             batch_size: samples a call.
         """
         self._require_open()
-        result = evaluate(
-            function,
-            model=self.model.inner,
-            dataset=dataset,
-            options=self._loader_options,
-            batch_size=batch_size,
-            world=self.world,
-            group=self._parts.membership.group,
-        )
+        result = self._parts.evaluator(function, dataset, batch_size=batch_size)
         self._parts.reporter.evaluation(result)
         return result
 

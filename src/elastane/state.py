@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from elastane.errors import StateError
+from elastane.group import Membership
 from elastane.loop import Loop
 from elastane.rng import rng_state, set_rng_state
 
@@ -26,7 +27,7 @@ class SessionState:
         identity: numbers that must be the same when the state is loaded.
         loop: holds the position; its stepper schedule and scaler, and the controller progress,
             moments and ramps.
-        rank: this worker's.
+        membership: knows this worker's rank.
         device: the model's.
     """
 
@@ -35,12 +36,12 @@ class SessionState:
         identity: Mapping[str, int],
         *,
         loop: Loop,
-        rank: int,
+        membership: Membership,
         device: torch.device,
     ) -> None:
         self._identity = {"version": STATE_VERSION, **identity}
         self._loop = loop
-        self._rank = rank
+        self._membership = membership
         self._device = device
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class SessionState:
             "position": self._loop.position,
             "controller": self._loop.stepper.controller.state_dict(),
             "stepper": self._loop.stepper.state_dict(),
-            "rng": rng_state(rank=self._rank, device=self._device),
+            "rng": rng_state(rank=self._membership.world.rank, device=self._device),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -87,5 +88,5 @@ class SessionState:
     def _take(self, state: Mapping[str, Any]) -> None:
         self._loop.stepper.controller.load_state_dict(state["controller"])
         self._loop.stepper.load_state_dict(state["stepper"])
-        set_rng_state(state["rng"], rank=self._rank, device=self._device)
+        set_rng_state(state["rng"], rank=self._membership.world.rank, device=self._device)
         self._loop.position = int(state["position"])

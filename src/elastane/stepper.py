@@ -210,6 +210,8 @@ class Stepper:
     def discard(self) -> None:
         """Drop the gradients and what the window was given."""
         self._optimizer.zero_grad(set_to_none=True)
+        if self._scaler is not None:
+            _compat.forget_unscaling(self._scaler, self._optimizer)
         self._extras = tuple
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The worker side of elasticity: regrouping, moving state and keeping it."""

@@ -1,0 +1,207 @@
+"""Entering a generation: open its group, find who is ahead, copy state to whoever is not.
+
+One function, for members that have met already. Knows nothing of the supervisor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastane import protocol
+from elastane._compat import PrefixStore
+from elastane.batching import World
+from elastane.elastic.link import connect
+from elastane.elastic.sockets import GroupSockets, can_break
+from elastane.elastic.transfer import receive_state, send_state
+from elastane.errors import StateError
+from elastane.group import Trainee, Wrapping, as_communication_error, backend_of, digest_of
+
+__all__ = ["Entry", "Standing", "enter_group", "sources"]
+
+_TIME_LIMIT = timedelta(minutes=30)
+_TIME_LIMIT_UNBREAKABLE = timedelta(minutes=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a member brings to a group, and what it has after it entered.
+
+    Attributes:
+        turns: steps, evaluations and the like that it has ended with the others.
+        outcome: of the last turn that was no step.
+        is_current: whether its state is the job's; not that of a process that has just started,
+            or was left behind.
+        source: rank whose state was the most advanced.
+    """
+
+    turns: int
+    outcome: Any
+    is_current: bool
+    source: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a member stands, as all members know it of each other."""
+
+    is_current: bool
+    turns: int
+
+
+def sources(standings: Sequence[Standing]) -> list[int]:
+    """Return for each rank whose state it takes: its own, or one of the most advanced.
+
+    The most advanced are the current members with most turns, or if none is current the lowest
+    of the ranks with most turns alone: then only one state can be the job's. Whoever needs a
+    state takes one of the most advanced in turn, so that no one has to serve all.
+
+    Args:
+        standings: of each rank.
+
+    Example:
+        >>> ahead, behind = (Standing(is_current=True, turns=t) for t in (7, 6))
+        >>> new = Standing(is_current=False, turns=0)
+        >>> sources([behind, ahead, new, ahead])
+        [1, 1, 3, 3]
+    """
+    ranks = range(len(standings))
+    current = [rank for rank in ranks if standings[rank].is_current]
+    most = max(standings[rank].turns for rank in current or ranks)
+    ahead = [rank for rank in current or ranks if standings[rank].turns == most]
+    if not current:
+        ahead = ahead[:1]
+    needy = [rank for rank in ranks if rank not in ahead]
+    taken = {rank: ahead[place % len(ahead)] for place, rank in enumerate(needy)}
+    return [taken.get(rank, rank) for rank in ranks]
+
+
+def enter_group(
+    entry: Entry,
+    *,
+    generation: int,
+    meeting: int,
+    world: World,
+    store: str,
+    wrapping: Wrapping,
+    trainee: Trainee,
+    sockets: GroupSockets,
+    check: Callable[[], None],
+) -> Entry:
+    """Open the group of a generation and make all its members equal.
+
+    Args:
+        entry: what this member brings.
+        generation: number of the generation.
+        meeting: number of the meeting in which they met.
+        world: this member's place.
+        store: address of the job's store.
+        wrapping: takes the group for the model.
+        trainee: gives and takes state.
+        sockets: remembers the group's sockets.
+        check: raises if the group that is being opened has lost a member already.
+
+    Raises:
+        CommunicationError: the group broke. The state is as it was, or a newcomer's and void.
+        StateError: this newcomer trains something else than the others.
+    """
+    if world.world_size == 1:
+        return _enter_alone(entry, wrapping=wrapping, trainee=trainee)
+    device = wrapping.device
+    prefix = f"{protocol.group_prefix(generation)}/{meeting}"
+    with sockets.opening():
+        check()
+        group = _open(prefix, world=world, store=store, device=device)
+    standings = _gather(entry, trainee=trainee, group=group, device=device, rank=world.rank)
+    if not any(standing.is_current for standing in standings):
+        trainee.resume()
+        entry = Entry(turns=trainee.step, outcome=None, is_current=False)
+        standings = _gather(entry, trainee=trainee, group=group, device=device, rank=world.rank)
+    entry = _equalize(entry, standings, rank=world.rank, group=group, trainee=trainee)
+    wrapping.use(group, spread_weights=False)
+    wrapping.merge_statistics(counted=entry.is_current)
+    return entry
+
+
+def _open(prefix: str, *, world: World, store: str, device: torch.device) -> dist.ProcessGroup:
+    """Open the default group under a prefix of its own."""
+    with as_communication_error():
+        dist.init_process_group(
+            backend_of(device),
+            store=PrefixStore(prefix, connect(store)),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=_TIME_LIMIT if can_break() else _TIME_LIMIT_UNBREAKABLE,
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _enter_alone(entry: Entry, *, wrapping: Wrapping, trainee: Trainee) -> Entry:
+    wrapping.use(None)
+    if entry.is_current:
+        return entry
+    trainee.resume()
+    return Entry(turns=trainee.step, outcome=None, is_current=True)
+
+
+def _gather(
+    entry: Entry,
+    *,
+    trainee: Trainee,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    rank: int,
+) -> list[Standing]:
+    """Return all members' standings; refuse to be a newcomer that trains something else.
+
+    Raises:
+        StateError: the first current member, or else rank 0, is another run.
+    """
+    identity = trainee.identity()
+    own = [int(entry.is_current), entry.turns, *(digest_of(v) for v in identity.values())]
+    row = torch.tensor(own, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    with as_communication_error():
+        dist.all_gather(rows, row, group=group)
+    values = [one.tolist() for one in rows]
+    reference = next((one for one in values if one[0]), values[0])
+    differing = [n for n, a, b in zip(identity, own[2:], reference[2:], strict=True) if a != b]
+    if differing and not entry.is_current:
+        shown = ", ".join(f"{name}={identity[name]!r}" for name in differing)
+        raise StateError(
+            f"this worker (rank {rank}) differs from the others in what must be the same on all, "
+            f"here {shown}: start all of them with the same arguments"
+        )
+    return [Standing(is_current=bool(one[0]), turns=one[1]) for one in values]
+
+
+def _equalize(
+    entry: Entry,
+    standings: Sequence[Standing],
+    *,
+    rank: int,
+    group: dist.ProcessGroup,
+    trainee: Trainee,
+) -> Entry:
+    """Copy state so that all ranks stand where the most advanced do."""
+    taken = sources(standings)
+    source = taken[rank]
+    receivers = [one for one, its_source in enumerate(taken) if its_source == rank != one]
+    if receivers:
+        state = {"training": trainee.state_dict(), "outcome": entry.outcome}
+        send_state(state, to=receivers, group=group)
+    if source == rank:
+        return Entry(turns=entry.turns, outcome=entry.outcome, is_current=True, source=rank)
+    # A member that lags behind keeps its own state until the whole of the other's has come.
+    into = () if entry.is_current else trainee.tensors()
+    state = receive_state(source=source, group=group, into=into)
+    trainee.load_state_dict(state["training"])
+    turns = standings[source].turns
+    return Entry(turns=turns, outcome=state["outcome"], is_current=False, source=source)

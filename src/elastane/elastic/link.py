@@ -1,0 +1,206 @@
+"""A worker's line to its supervisor: facts and beats go out, generations come in.
+
+Finds the store again when the launcher has come back. Knows nothing of groups, models or steps.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Condition, Event, Thread
+
+from elastane import protocol
+from elastane._compat import TCPStore
+from elastane._env import ElasticLaunch
+from elastane.elastic.sockets import can_break, shut_connections_to
+from elastane.protocol import Beat, Generation, Hello, Message
+
+__all__ = ["Link", "connect"]
+
+_FOR_EVER = timedelta(days=1000)
+_ANSWER_LIMIT = timedelta(seconds=10)
+_RETRY_S = 0.2
+
+
+def connect(address: str) -> TCPStore:
+    """Return a new client of the store; a client serves one thread and never reconnects.
+
+    Raises:
+        OSError: nobody answers at the address.
+        RuntimeError: it is no store.
+    """
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT.seconds):
+        pass  # a client that finds nobody would try again, and complain, until its time is over
+    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_ANSWER_LIMIT)
+
+
+class Link:
+    """Keeps one worker in touch with the job's store.
+
+    Two threads have clients of their own: the watcher waits for the next generation, and the
+    other tells the worker's beat. Neither needs the main thread, which may be blocked.
+
+    Args:
+        launch: what the launcher said of this worker.
+        beat: returns the present beat for a count; called by the beat's thread.
+        on_change: told of each new generation, in the watcher's thread.
+    """
+
+    def __init__(
+        self,
+        launch: ElasticLaunch,
+        *,
+        beat: Callable[[int], Beat],
+        on_change: Callable[[Generation], None],
+    ) -> None:
+        self._launch = launch
+        self._beat = beat
+        self._on_change = on_change
+        self._changed = Condition()
+        self._newest = Generation()
+        self._entered: Generation | None = None
+        self._standing: Message | None = None
+        self._closing = Event()
+        self._lost_at: float | None = None
+        self._client: TCPStore | None = None
+        self._posted: SimpleQueue[Message] = SimpleQueue()
+
+    @property
+    def newest(self) -> Generation:
+        """The newest generation; number 0 before there is one."""
+        return self._newest
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether there has been no launcher for as long as this worker may go on without one."""
+        lost_at = self._lost_at
+        return lost_at is not None and time.monotonic() - lost_at > self._launch.orphan_limit_s
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Say hello and stay in touch for the length of a block."""
+        self.send(self._hello())
+        threads = [
+            Thread(target=target, name=f"elastane {name}", daemon=True)
+            for name, target in (("watcher", self._watch), ("beat", self._tell_beats))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._closing.set()
+            threads[1].join()
+            # A thread that wakes up in C++ while the interpreter ends would abort the process.
+            shut_connections_to(int(self._launch.store.rpartition(":")[2]))
+            threads[0].join(None if can_break() else 0)
+
+    def tell(self, message: Message) -> None:
+        """Tell a fact that stands until this worker enters a generation: also to a new launcher."""
+        self._standing = message
+        self.send(message)
+
+    def entered(self, generation: Generation, *, told: Message) -> None:
+        """Tell that this worker takes part in a generation."""
+        self._entered, self._standing = generation, None
+        self.send(told)
+
+    def send(self, message: Message) -> None:
+        """Tell a fact; without a store it is lost, and hello will tell what matters."""
+        for _ in range(2):  # the client may be one of a launcher that has come back since
+            with suppress(OSError, RuntimeError):
+                self.store().queue_push(protocol.INBOX, message.to_json())
+                return
+            self.forget_store()
+
+    def post(self, message: Message) -> None:
+        """Have the beat's thread tell a fact; any thread may call it."""
+        self._posted.put(message)
+
+    def store(self) -> TCPStore:
+        """Return the main thread's client of the store, for short questions.
+
+        Raises:
+            OSError, RuntimeError: there is no store at present.
+        """
+        if self._client is None:
+            self._client = connect(self._launch.store)
+        return self._client
+
+    def forget_store(self) -> None:
+        """Drop the main thread's client, which has failed."""
+        self._client = None
+
+    def wait_newer(self, than: int, *, timeout_s: float) -> Generation | None:
+        """Return the newest generation once it is newer than `than`; `None` when time is up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest.number > than, timeout=timeout_s)
+            return self._newest if self._newest.number > than else None
+
+    def _hello(self) -> Hello:
+        launch, entered = self._launch, self._entered
+        return Hello(
+            worker=launch.worker,
+            agent=launch.agent,
+            slot=launch.slot,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            generation={} if entered is None else asdict(entered),
+        )
+
+    def _watch(self) -> None:
+        is_first = True
+        while not self._closing.is_set():
+            with suppress(OSError, RuntimeError):
+                store = connect(self._launch.store)
+                if not is_first:
+                    self._introduce_again(store)
+                is_first, self._lost_at = False, None
+                store.set_timeout(_FOR_EVER)
+                self._follow(store)
+            if self._lost_at is None:
+                self._lost_at = time.monotonic()
+            self._closing.wait(_RETRY_S)
+
+    def _introduce_again(self, store: TCPStore) -> None:
+        store.queue_push(protocol.INBOX, self._hello().to_json())
+        if self._standing is not None:
+            store.queue_push(protocol.INBOX, self._standing.to_json())
+
+    def _follow(self, store: TCPStore) -> None:
+        """Take every generation as it comes, until the store is gone."""
+        if self._newest.number > 0 or store.check([protocol.NOW]):
+            self._take(store.get(protocol.NOW))
+        while not self._closing.is_set():
+            key = protocol.generation_key(self._newest.number + 1)
+            store.wait([key])
+            self._take(store.get(key))
+
+    def _take(self, text: bytes) -> None:
+        generation = Generation.from_json(text)
+        if generation.number > self._newest.number:
+            with self._changed:
+                self._newest = generation
+                self._changed.notify_all()
+            self._on_change(generation)
+
+    def _tell_beats(self) -> None:
+        store: TCPStore | None = None
+        count = 0
+        while not self._closing.wait(self._launch.beat_interval_s):
+            count += 1
+            try:
+                store = store or connect(self._launch.store)
+                key = protocol.beat_key(self._launch.worker)
+                store.set(key, self._beat(count).to_json())
+                while not self._posted.empty():
+                    store.queue_push(protocol.INBOX, self._posted.get().to_json())
+            except (OSError, RuntimeError):
+                store = None

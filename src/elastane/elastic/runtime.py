@@ -1,0 +1,370 @@
+"""The worker side of an elastic job: a membership whose members come, go and die.
+
+The state machine of one worker. What it needs from others lies beside it: the line to the
+supervisor, the meeting, the group and its sockets, the copying of state. Knows nothing of who
+decides on members, and nothing of rules, data or schedules.
+
+    WARMING --rehearsed--> WAITING --newer generation--> ENTERING --all there, states equal--> IN
+       ^                      ^                              |  broken, or superseded           |
+       |                      +------------------------------+                                  |
+       |                      +--------- group broken, or all agreed to switch -----------------+
+       not in the generation: evicted, comes back as a newcomer; dismissed: leaves the process
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from elastane._env import ElasticLaunch
+from elastane.batching import World
+from elastane.elastic.entry import Entry, enter_group
+from elastane.elastic.link import Link
+from elastane.elastic.meeting import Arrival, Superseded, meet, participants
+from elastane.elastic.sockets import GroupSockets
+from elastane.errors import CommunicationError, UsageError
+from elastane.group import Trainee, Wrapping, sum_over_workers
+from elastane.protocol import Beat, Broken, Done, Entered, Generation, Leaving, Ready
+
+__all__ = ["ElasticMembership", "WorkerLeft"]
+
+T = TypeVar("T")
+
+_LOOK_AROUND_S = 1.0
+EXIT_ORPHANED = 75
+
+
+class WorkerLeft(SystemExit):
+    """Ends the process of a worker that has left the job, while the others go on."""
+
+
+class ElasticMembership:
+    """Implements `elastane.group.Membership` for a worker that `elastane run` started.
+
+    Args:
+        wrapping: of the model.
+        launch: what the launcher said of this worker.
+    """
+
+    def __init__(self, wrapping: Wrapping, *, launch: ElasticLaunch) -> None:
+        self._wrapping = wrapping
+        self._launch = launch
+        self._link = Link(launch, beat=self._beat, on_change=self._break_with_the_lost)
+        self._sockets = GroupSockets()
+        self._trainee: Trainee | None = None
+        self._members: tuple[int, ...] = ()
+        self._tried = 0
+        self._met = (0, 0)  # generation, meetings in it so far
+        self._turns = self._arrived = 0
+        self._outcome: Any = None
+        self._is_current = False
+        self._switch_agreed = self._leave_asked = self._leave_told = False
+        self._paused = ""
+        self.warming = True
+        self.world = World(rank=0, world_size=launch.expected_workers, generation=0)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The present process group; `None` while this worker is alone."""
+        return self._wrapping.group
+
+    @property
+    def final_at_once(self) -> bool:
+        """Whether a step that this worker has committed can't be void later: it is alone."""
+        return self.world.world_size == 1
+
+    @contextmanager
+    def joined(self, trainee: Trainee) -> Iterator[None]:
+        """Be in touch with the supervisor for the length of a block; `rehearsed` takes part."""
+        if dist.is_initialized():
+            raise UsageError(
+                "a process group is open already: under `elastane run` the session opens it, and "
+                "opens it anew when the workers change; leave init_process_group out"
+            )
+        self._trainee = trainee
+        with ExitStack() as stack:
+            stack.callback(self._leave_group)
+            stack.enter_context(_on_sigterm(self._ask_to_leave))
+            stack.enter_context(self._link.connected())
+            yield
+
+    def rehearsed(self) -> None:
+        """Say that this worker is ready, wait until it is let in, and go in."""
+        self.warming = False
+        self._tried = self._link.newest.number  # what went before does not concern this worker
+        gc.freeze()  # an automatic collection would fall into somebody's pause, too
+        self._link.tell(Ready(worker=self._launch.worker))
+        self._regroup(evaluating=False)
+
+    def start_window(self) -> None:
+        """Change members if all have agreed to; wrap anew if other parameters train."""
+        if self._switch_agreed:
+            self._regroup(evaluating=False)
+        while not self.warming:
+            try:
+                self._wrapping.refresh()
+            except CommunicationError:
+                pass
+            else:
+                return
+            self._regroup(evaluating=False)
+
+    def extras(self) -> Sequence[float]:
+        """Return whether this worker knows of a reason to change members."""
+        if not self.warming:
+            self._arrived = self._turns + 1
+        return (float(self._link.newest.number > self.world.generation or self._link.orphaned),)
+
+    def finished_step(self, sums: Sequence[float]) -> None:
+        """End a turn; members change before the next window if anybody knows of a reason."""
+        self._turns += 1
+        self._switch_agreed = self._switch_agreed or sums[0] > 0
+
+    def recover(self, why: str) -> bool:  # noqa: ARG002
+        """Regroup with whoever is left; say whether others had ended the turn."""
+        begun = self._turns
+        self._regroup(evaluating=False)
+        return self._turns > begun
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Return what a turn comes to, also if others ended it; alone before this worker is in."""
+        if not self._members:
+            return work()
+        while True:
+            begun = self._turns
+            try:
+                outcome = work()
+            except CommunicationError:
+                pass
+            else:
+                self._turns += 1
+                self._arrived, self._outcome = self._turns, outcome
+                self._held().settled(self._held().step)
+                return outcome
+            self._regroup(evaluating=True)
+            if self._turns > begun:
+                return self._outcome
+
+    def agree_on_end(self) -> None:
+        """End the run for all members at once."""
+        self.together(self._sum_once)
+        self._link.tell(Done(worker=self._launch.worker, step=self._held().step))
+
+    @contextmanager
+    def pause(self, reason: str) -> Iterator[None]:
+        """Have the beat tell why this worker lets the others wait."""
+        before, self._paused = self._paused, reason
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _held(self) -> Trainee:
+        assert self._trainee is not None
+        return self._trainee
+
+    def _sum_once(self) -> None:
+        if self.group is not None:
+            sum_over_workers(torch.zeros(1, device=self._wrapping.device), group=self.group)
+
+    # Regrouping ------------------------------------------------------------------------------
+
+    def _regroup(self, *, evaluating: bool) -> None:
+        """Leave the group, and enter generations until one holds.
+
+        Args:
+            evaluating: whether an evaluation is started over afterwards, in which newcomers
+                can't take part.
+        """
+        planned, self._switch_agreed = self._switch_agreed, False
+        self._leave_group(at_once=not planned)
+        while True:
+            generation = self._next_generation(planned=planned)
+            planned = False
+            try:
+                is_whole = self._enter(generation, evaluating=evaluating)
+            except (CommunicationError, Superseded) as error:
+                why = str(error)
+            else:
+                self._switch_agreed = not is_whole
+                return
+            self._leave_group()
+            self._tried = generation.number
+            if self._link.newest.number == generation.number:
+                self._complain(why)
+
+    def _next_generation(self, *, planned: bool) -> Generation:
+        """Wait for a generation to enter; leave the process if this worker is dismissed."""
+        worker, expects_one = self._launch.worker, self._is_current
+        while True:
+            generation = self._link.wait_newer(self._tried, timeout_s=_LOOK_AROUND_S)
+            if generation is None:
+                if self._link.orphaned:
+                    self._leave(save=self._is_current, code=EXIT_ORPHANED)
+                if expects_one:
+                    self._complain("the group broke, or all agreed to leave it")
+            elif not generation.members or worker in generation.dismissed:
+                stopping = not generation.members
+                may_save = self.world.rank == 0 if planned else self._is_current
+                self._leave(save=stopping and may_save)
+            elif worker not in generation.members:
+                self._tried, self._is_current, expects_one = generation.number, False, False
+                self._link.tell(Ready(worker=worker))
+            elif generation.go:
+                return generation
+            else:
+                self._tried, expects_one = generation.number, False
+
+    def _complain(self, why: str) -> None:
+        number = max(self._tried, self.world.generation)
+        self._link.tell(Broken(worker=self._launch.worker, generation=number, why=why))
+
+    def _enter(self, generation: Generation, *, evaluating: bool) -> bool:
+        """Enter a generation; return whether all its members take part, newcomers too."""
+        self._members = generation.members
+        taking_part = self._meet(generation, evaluating=evaluating)
+        worker, trainee = self._launch.worker, self._held()
+        world = World(
+            rank=taking_part.index(worker),
+            world_size=len(taking_part),
+            generation=generation.number,
+        )
+        entry = enter_group(
+            Entry(turns=self._turns, outcome=self._outcome, is_current=self._is_current),
+            generation=generation.number,
+            meeting=self._met[1],
+            world=world,
+            store=self._launch.store,
+            wrapping=self._wrapping,
+            trainee=trainee,
+            sockets=self._sockets,
+            check=self._check_not_superseded,
+        )
+        self.world = world
+        self._turns = self._arrived = entry.turns
+        self._outcome, self._is_current = entry.outcome, True
+        trainee.entered(world, cause=generation.cause)
+        trainee.settled(trainee.step)
+        is_whole = len(taking_part) == len(generation.members)
+        if is_whole:
+            self._tried = generation.number
+        source = taking_part[entry.source]
+        told = Entered(
+            worker=worker, generation=generation.number, step=trainee.step, source=source
+        )
+        self._link.entered(generation, told=told)
+        return is_whole
+
+    def _meet(self, generation: Generation, *, evaluating: bool) -> tuple[int, ...]:
+        """Wait for the other members; return who takes part, this worker among them."""
+        if generation.members == (self._launch.worker,):
+            return generation.members
+        arrival = Arrival.NEWCOMER
+        if self._is_current:
+            arrival = Arrival.EVALUATING if evaluating else Arrival.CURRENT
+        if self._met[0] != generation.number:
+            self._met = (generation.number, 0)
+        taking_part: tuple[int, ...] = ()
+        while self._launch.worker not in taking_part:
+            self._met = (generation.number, self._met[1] + 1)
+            taking_part = participants(self._arrivals(generation, arrival))
+        return taking_part
+
+    def _arrivals(self, generation: Generation, arrival: Arrival) -> dict[int, Arrival]:
+        try:
+            return meet(
+                self._link.store(),
+                generation=generation.number,
+                number=self._met[1],
+                worker=self._launch.worker,
+                members=generation.members,
+                arrival=arrival,
+                is_superseded=lambda: self._link.newest.number > generation.number,
+            )
+        except (OSError, RuntimeError) as error:
+            why = str(error)
+        self._link.forget_store()
+        raise CommunicationError(f"the store is gone, {why}")
+
+    def _check_not_superseded(self) -> None:
+        if self._has_lost(self._link.newest):
+            raise Superseded
+
+    def _has_lost(self, generation: Generation) -> bool:
+        """Return whether a member is gone who has not agreed to go."""
+        own = set(self._members)
+        unexpected = own - {*generation.members, *generation.dismissed}
+        return generation.number > 0 and bool(unexpected or own & set(generation.lost))
+
+    def _leave_group(self, *, at_once: bool = True) -> None:
+        """Let go of the group; destroying it takes 10 ms a member, in a thread of its own.
+
+        Args:
+            at_once: shut its sockets, so that nobody waits for this worker in it.
+        """
+        group = self._wrapping.group
+        self._wrapping.drop()
+        if at_once:
+            self._sockets.shut()
+        self._sockets.forget()
+        self._members = ()
+        if dist.is_initialized():
+            last_reference = [group, dist.group.WORLD]
+            dist.destroy_process_group()
+            del group
+            threading.Thread(target=last_reference.clear).start()
+
+    def _leave(self, *, save: bool, code: int = 0) -> NoReturn:
+        if save:
+            self._held().save()
+        self._held().left()
+        raise WorkerLeft(code)
+
+    # Called by other threads ------------------------------------------------------------------
+
+    def _break_with_the_lost(self, generation: Generation) -> None:
+        """Break the group, or its opening, if a member is gone who has not agreed to go."""
+        if self._has_lost(generation):
+            self._sockets.shut()
+
+    def _beat(self, count: int) -> Beat:
+        if self._leave_asked and not self._leave_told:
+            self._leave_told = True
+            why = "the worker received SIGTERM"
+            self._link.post(Leaving(worker=self._launch.worker, why=why))
+        trainee = self._trainee
+        is_first = self.world.rank == 0 and bool(self._members)
+        return Beat(
+            count=count,
+            generation=self.world.generation if self._members else 0,
+            step=trainee.step if trainee else 0,
+            arrived=self._arrived,
+            paused=self._paused,
+            status=dict(trainee.status()) if trainee and is_first else {},
+        )
+
+    def _ask_to_leave(self) -> None:
+        """Leave after the present step; before this worker is in, or asked again, at once."""
+        if self._leave_asked or not self._members:
+            raise WorkerLeft(0 if not self._leave_asked else 128 + signal.SIGTERM)
+        self._leave_asked = True
+
+
+@contextmanager
+def _on_sigterm(action: Callable[[], None]) -> Iterator[None]:
+    """Call `action` on SIGTERM for the length of a block, where signals can be handled."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: action())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

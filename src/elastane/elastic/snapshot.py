@@ -1,0 +1,127 @@
+"""A model's and an optimizer's state as one tree that holds their own tensors, and back in place.
+
+Knows modules and optimizers; nothing of how a tree is moved or kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from elastane.errors import StateError
+
+__all__ = ["load_state", "state_of"]
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state of a model and its optimizer as a tree for transfers and checkpoints.
+
+    The tensors are the model's and the optimizer's own, detached: the tree shows what they hold
+    at any later time. Parameters that are tied occur once.
+
+    Args:
+        model: the bare module, or a `Replica`.
+        optimizer: the model's optimizer.
+
+    Returns:
+        `"model"`: all parameters, then all buffers (persistent or not), by name; `"optimizer"`:
+        its state dict; and `"extra"`: what modules return from `get_extra_state`, by module name.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> tree = state_of(model, torch.optim.SGD(model.parameters()))
+        >>> list(tree), list(tree["model"])
+        (['model', 'optimizer', 'extra'], ['weight', 'bias'])
+    """
+    return {
+        "model": {name: tensor.detach() for name, tensor in _tensors(model)},
+        "optimizer": optimizer.state_dict(),
+        "extra": {name: module.get_extra_state() for name, module in _with_extra(model)},
+    }
+
+
+def load_state(model: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
+    """Give a model and its optimizer the state that `state_of` returned.
+
+    Parameters and buffers are copied in place, so whoever holds them (DDP, the optimizer) sees
+    the new values; those that are in the tree themselves cost nothing. The optimizer takes over
+    the tree's tensors, in their own dtype, which may differ from the parameters'. State that it
+    had and the tree has not is dropped.
+
+    Args:
+        model: built by the same code as the model whose state it is.
+        optimizer: the model's optimizer.
+        tree: returned by `state_of`, `receive_state` or `CheckpointStore.load`.
+
+    Raises:
+        StateError: the tree is another model's or optimizer's. Nothing has changed then.
+    """
+    own = dict(_tensors(model))
+    _check_model(own, tree["model"])
+    _load_optimizer(optimizer, tree["optimizer"])
+    with torch.no_grad():
+        for name, tensor in own.items():
+            saved = tree["model"][name]
+            if saved.data_ptr() != tensor.data_ptr():
+                tensor.copy_(saved)
+    for name, module in _with_extra(model):
+        module.set_extra_state(tree["extra"][name])
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _with_extra(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that have extra state of their own kind."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module
+
+
+def _check_model(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a state whose names, shapes or dtypes are not the model's."""
+    if own.keys() != saved.keys():
+        differing = ", ".join(sorted(own.keys() ^ saved.keys())[:5])
+        raise StateError(f"the state is another model's, one of the two lacks {differing}")
+    for name, tensor in own.items():
+        if tensor.shape != saved[name].shape or tensor.dtype != saved[name].dtype:
+            raise StateError(
+                f"model.{name} is {tensor.dtype} {tuple(tensor.shape)} and the state has "
+                f"{saved[name].dtype} {tuple(saved[name].shape)}: build the model as it was"
+            )
+
+
+def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load the state, undoing that torch casts it to the parameters' dtype."""
+    try:
+        optimizer.load_state_dict(dict(state))
+    except ValueError as error:
+        raise StateError(f"the state is another optimizer's: {error}") from error
+    for index, parameter in _numbered(optimizer, state):
+        own = optimizer.state.get(parameter, {})
+        for name, saved in state["state"].get(index, {}).items():
+            if isinstance(saved, torch.Tensor):
+                own[name] = _fitted(saved, to=own[name], parameter=parameter)
+
+
+def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the number under which the state knows a parameter, and the parameter."""
+    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        yield from zip(saved["params"], own["params"], strict=True)
+
+
+def _fitted(saved: torch.Tensor, *, to: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a saved tensor on the device that torch chose, in its dtype, laid out as the weight.
+
+    torch's foreach kernels fall back to slow ones where the strides differ.
+    """
+    if saved.shape != parameter.shape or saved.stride() == parameter.stride():
+        return saved.to(to.device)
+    laid_out = torch.empty_like(parameter, dtype=saved.dtype, device=to.device, requires_grad=False)
+    return laid_out.copy_(saved)

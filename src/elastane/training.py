@@ -1,0 +1,124 @@
+"""The training as a membership holds it together: all state of model, optimizer and session.
+
+Joins the parts' states for workers that come or lag behind; knows nothing of who takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elastane.batching import World
+from elastane.elastic.snapshot import load_state, state_of
+from elastane.feed import Feed
+from elastane.loop import Loop
+from elastane.reporting import Reporter
+from elastane.state import SessionState
+
+__all__ = ["Training"]
+
+
+class Training:
+    """Implements `elastane.group.Trainee`.
+
+    Args:
+        model: bare module.
+        optimizer: the user's.
+        identity: numbers that make it this run.
+        loop: knows step and position.
+        feed: deals anew for another place.
+        reporter: tells of changes.
+        state: the session's.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        identity: Mapping[str, object],
+        loop: Loop,
+        feed: Feed,
+        reporter: Reporter,
+        state: SessionState,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._identity = identity
+        self._loop = loop
+        self._feed = feed
+        self._reporter = reporter
+        self._state = state
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+        return self._loop.stepper.controller.step
+
+    def identity(self) -> Mapping[str, object]:
+        """Return what makes it this run."""
+        return self._identity
+
+    def facts(self) -> Mapping[str, object]:
+        """Return where it stands."""
+        return self._loop.facts()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return model, optimizer, session, and what came of the last window."""
+        return {
+            **state_of(self._model, self._optimizer),
+            "session": self._state.state_dict(),
+            "loop": self._loop.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from another worker's state.
+
+        Raises:
+            StateError: of another run.
+        """
+        self._state.load_state_dict(state["session"])
+        load_state(self._model, self._optimizer, state)
+        self._loop.load_state_dict(state["loop"])
+
+    def tensors(self) -> Sequence[Tensor]:
+        """Return the model's tensors, in the order in which `state_dict` has them."""
+        return list(state_of(self._model, self._optimizer)["model"].values())
+
+    def entered(self, world: World, *, cause: str) -> None:
+        """Deal and report for another place from now on."""
+        self._feed.reset(world)
+        self._reporter.entered(world, cause=cause)
+
+    def settled(self, step: int) -> None:
+        """Know that committed steps up to this one are final, and that no later one is."""
+        self._loop.settled(step)
+
+    def save(self) -> None:
+        """Write a durable checkpoint now, if the run keeps any."""
+
+    def resume(self) -> None:
+        """Go on from the newest durable checkpoint, if there is one."""
+
+    def left(self) -> None:
+        """Tell nothing any longer."""
+        self._reporter.leave()
+
+    def status(self) -> Mapping[str, Any]:
+        """Return the newest step's numbers."""
+        last = self._reporter.last
+        controller = self._loop.stepper.controller
+        status: dict[str, Any] = {"num_steps": controller.num_steps}
+        if last is not None:
+            status |= {
+                "step": last.step,
+                "progress": last.progress,
+                "lr": last.lr,
+                "gain": last.gain,
+                "batch": last.batch_samples,
+                "samples_per_s": last.batch_samples / last.seconds if last.seconds > 0 else None,
+            }
+        return status
