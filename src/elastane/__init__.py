@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from elastane.batching import GlobalBatch, LocalBatch
     from elastane.controller import Measuring
     from elastane.data import LoaderOptions
+    from elastane.durability import Checkpointing
     from elastane.evaluation import Evaluation
     from elastane.momentum import MomentumRamp, NoiseMatchedRamp
     from elastane.reporting import StepResult
@@ -23,6 +24,7 @@ __all__ = [
     "LEGW",
     "AdaScale",
     "AdamScale",
+    "Checkpointing",
     "Evaluation",
     "GlobalBatch",
     "Identity",
@@ -43,6 +45,7 @@ _HOMES = {
     "batching": ("GlobalBatch", "LocalBatch"),
     "controller": ("Measuring",),
     "data": ("LoaderOptions",),
+    "durability": ("Checkpointing",),
     "evaluation": ("Evaluation",),
     "momentum": ("MomentumRamp", "NoiseMatchedRamp"),
     "reporting": ("StepResult",),

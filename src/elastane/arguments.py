@@ -16,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from elastane.batching import BatchPolicy
 from elastane.controller import Measuring
 from elastane.data import LoaderOptions
+from elastane.durability import Checkpointing
 from elastane.errors import (
     ArgumentError,
     UnsupportedError,
@@ -70,6 +71,10 @@ def check_session(given: Mapping[str, Any]) -> None:
         "measuring": (Measuring, "For example elastane.Measuring(every=4)."),
         "loader": (LoaderOptions, "For example elastane.LoaderOptions(num_workers=2)."),
         "scaler": ((GradScaler, type(None)), 'For example torch.amp.GradScaler("cuda").'),
+        "checkpoint": (
+            (Checkpointing, type(None)),
+            "For example elastane.Checkpointing(every_s=60).",
+        ),
         "ddp": ((Mapping, type(None)), 'For example {"find_unused_parameters": True}.'),
         "sinks": (Sequence, "A list of sinks; see elastane.telemetry."),
     }

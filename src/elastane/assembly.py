@@ -13,6 +13,7 @@ from typing import Any
 from elastane import _env, arguments, replica
 from elastane.batching import BatchPolicy, LocalBatch, World
 from elastane.controller import StepController
+from elastane.durability import Checkpointing, Keeper
 from elastane.elastic.runtime import ElasticMembership
 from elastane.evaluation import Evaluator
 from elastane.feed import Feed
@@ -36,6 +37,7 @@ class Parts:
         stepper: makes steps of them.
         membership: the workers.
         reporter: tells what happens.
+        keeper: keeps checkpoints.
         loop: orders the others.
         evaluator: evaluates over the workers.
         state: what is saved.
@@ -46,6 +48,7 @@ class Parts:
     stepper: Stepper
     membership: Membership
     reporter: Reporter
+    keeper: Keeper
     loop: Loop
     evaluator: Evaluator
     state: SessionState
@@ -115,15 +118,25 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         "straddle_epochs": int(loader.straddle_epochs),
     }
     size = sum(parameter.numel() for parameter in model.parameters())
+    run_dir = given["run_dir"] or (launch.run_dir if launch else None)
+    checkpointing = given["checkpoint"] or (Checkpointing() if launch else None)
+    keeper = Keeper(checkpointing, run_dir=run_dir)
     reporter = Reporter(
         controller,
         world=world,
         facts=run | {"rule": repr(given["rule"]), "policy": repr(policy), "parameters": size},
-        run_dir=given["run_dir"] or (launch.run_dir if launch else None),
+        run_dir=run_dir,
         sinks=given["sinks"],
         progress_bar=given["progress_bar"],
     )
-    loop = Loop(model, feed=feed, stepper=stepper, membership=membership, reporter=reporter)
+    loop = Loop(
+        model,
+        feed=feed,
+        stepper=stepper,
+        membership=membership,
+        reporter=reporter,
+        keeper=keeper,
+    )
     device = next(model.parameters()).device
     state = SessionState(run, loop=loop, membership=membership, device=device)
     training = Training(
@@ -133,6 +146,7 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         loop=loop,
         feed=feed,
         reporter=reporter,
+        keeper=keeper,
         state=state,
     )
     return Parts(
@@ -140,6 +154,7 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         stepper=stepper,
         membership=membership,
         reporter=reporter,
+        keeper=keeper,
         loop=loop,
         evaluator=Evaluator(model.inner, options=loader, membership=membership),
         state=state,

@@ -57,6 +57,7 @@ class FixedMembership:
         device = self._wrapping.device
         with _open_group(self.world, device=device) as group:
             try:
+                trainee.resume()
                 self._wrapping.use(group)
                 if group is not None:
                     facts = {**trainee.identity(), **trainee.facts()}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from elastane import replica
 from elastane.batching import MicroBatch
+from elastane.durability import Keeper
 from elastane.errors import CommunicationError, NonFiniteError, UsageError
 from elastane.feed import Feed
 from elastane.group import Membership
@@ -35,6 +36,7 @@ class Loop:
         stepper: what makes steps of them.
         membership: who takes part, and what they agree on.
         reporter: is told of every step.
+        keeper: writes checkpoints of steps.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Loop:
         stepper: Stepper,
         membership: Membership,
         reporter: Reporter,
+        keeper: Keeper,
     ) -> None:
         self._model = model
         self._feed = feed
         self.stepper = stepper
         self._membership = membership
         self._reporter = reporter
+        self._keeper = keeper
         self._in_window = False
         self._rehearsal: Rehearsal | None = None
         self._last_result: StepResult | None = None
@@ -102,6 +106,7 @@ class Loop:
                 while not self.done:
                     yield from self._window()
                 self._membership.agree_on_end()
+            self._keeper.finished(self.stepper.controller.step)
             self.settled(self.stepper.controller.step)
         finally:
             self.abandon()
@@ -203,14 +208,17 @@ class Loop:
         else:
             self._count_skipped()
         self._membership.finished_step(sums)
-        final = self.stepper.controller.step if self._membership.final_at_once else None
-        self._last_result = self._reporter.step(outcome, plan=self._plan)
-        self.settled(self._last_result.step - 1 if final is None else final)
-        return self._last_result
+        result = self._last_result = self._reporter.step(outcome, plan=self._plan)
+        self.settled(result.step if self._membership.final_at_once else result.step - 1)
+        if outcome.committed:
+            self._keeper.committed(result.step)
+        return result
 
     def settled(self, step: int) -> None:
         """Know that committed steps up to this one are final, and that no later one is."""
         self._reporter.settled(step)
+        for saved in self._keeper.settled(step):
+            self._reporter.checkpoint(saved)
 
     def _count_skipped(self) -> None:
         self._skipped += 1

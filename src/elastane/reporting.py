@@ -20,9 +20,10 @@ import torch
 from elastane import _version, noise
 from elastane.batching import StepPlan, World
 from elastane.controller import StepController
+from elastane.elastic.saver import Outcome
 from elastane.evaluation import Evaluation
 from elastane.noise import Moments
-from elastane.stepper import Outcome
+from elastane.stepper import Outcome as StepOutcome
 from elastane.telemetry import JsonlSink, ProgressBar, Sink, Telemetry
 
 __all__ = ["Reporter", "StepResult"]
@@ -198,7 +199,7 @@ class Reporter:
             cause=cause,
         )
 
-    def step(self, outcome: Outcome, *, plan: StepPlan) -> StepResult:
+    def step(self, outcome: StepOutcome, *, plan: StepPlan) -> StepResult:
         """Return the result of a window; it is told when it is final."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
@@ -269,6 +270,13 @@ class Reporter:
             seconds=result.seconds,
             **{f"metric_{name}": result.mean(name) for name in result.sums},
         )
+
+    def checkpoint(self, saved: Outcome) -> None:
+        """Tell of a checkpoint that was published."""
+        if saved.path:
+            self._telemetry.emit(
+                "checkpoint", step=saved.step, path=saved.path, seconds=saved.seconds
+            )
 
     @contextmanager
     def pause(self, reason: str) -> Iterator[None]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastane.batching import World
+from elastane.durability import Keeper
 from elastane.elastic.snapshot import load_state, state_of
 from elastane.feed import Feed
 from elastane.loop import Loop
@@ -31,6 +32,7 @@ class Training:
         loop: knows step and position.
         feed: deals anew for another place.
         reporter: tells of changes.
+        keeper: keeps checkpoints.
         state: the session's.
     """
 
@@ -43,6 +45,7 @@ class Training:
         loop: Loop,
         feed: Feed,
         reporter: Reporter,
+        keeper: Keeper,
         state: SessionState,
     ) -> None:
         self._model = model
@@ -51,6 +54,7 @@ class Training:
         self._loop = loop
         self._feed = feed
         self._reporter = reporter
+        self._keeper = keeper
         self._state = state
 
     @property
@@ -91,6 +95,7 @@ class Training:
     def entered(self, world: World, *, cause: str) -> None:
         """Deal and report for another place from now on."""
         self._feed.reset(world)
+        self._keeper.entered(world)
         self._reporter.entered(world, cause=cause)
 
     def settled(self, step: int) -> None:
@@ -99,9 +104,17 @@ class Training:
 
     def save(self) -> None:
         """Write a durable checkpoint now, if the run keeps any."""
+        self._keeper.save(self.step)
 
     def resume(self) -> None:
-        """Go on from the newest durable checkpoint, if there is one."""
+        """Go on from the newest durable checkpoint, if there is one.
+
+        Raises:
+            StateError: it is of another run.
+        """
+        state = self._keeper.newest()
+        if state is not None:
+            self.load_state_dict(state)
 
     def left(self) -> None:
         """Tell nothing any longer."""

@@ -90,7 +90,7 @@ class ElasticMembership:
             )
         self._trainee = trainee
         with ExitStack() as stack:
-            stack.callback(self._leave_group)
+            stack.callback(self._forget)
             stack.enter_context(_on_sigterm(self._ask_to_leave))
             stack.enter_context(self._link.connected())
             yield
@@ -165,6 +165,10 @@ class ElasticMembership:
             yield
         finally:
             self._paused = before
+
+    def _forget(self) -> None:
+        self._leave_group()
+        self._trainee = None
 
     def _held(self) -> Trainee:
         assert self._trainee is not None

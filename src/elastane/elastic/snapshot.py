@@ -98,16 +98,35 @@ def _check_model(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tens
 
 
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the state, undoing that torch casts it to the parameters' dtype."""
+    """Load the state, undoing that torch casts it to the parameters' dtype.
+
+    Tensors among the options, such as the lr, stay the same objects: a compiled step holds them.
+    """
+    options = [dict(group) for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(dict(state))
     except ValueError as error:
         raise StateError(f"the state is another optimizer's: {error}") from error
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(_in_place(group, own))
     for index, parameter in _numbered(optimizer, state):
         own = optimizer.state.get(parameter, {})
         for name, saved in state["state"].get(index, {}).items():
             if isinstance(saved, torch.Tensor):
                 own[name] = _fitted(saved, to=own[name], parameter=parameter)
+
+
+def _in_place(loaded: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the own tensors among a group's options, with the loaded values."""
+    return {
+        name: own[name].copy_(value)
+        for name, value in loaded.items()
+        if isinstance(value, torch.Tensor) and _is_alike(own.get(name), value)
+    }
+
+
+def _is_alike(own: object, value: torch.Tensor) -> bool:
+    return isinstance(own, torch.Tensor) and (own.shape, own.dtype) == (value.shape, value.dtype)
 
 
 def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:

@@ -1,0 +1,153 @@
+"""When a run writes checkpoints, and which it goes on from. Rank 0 writes, beside training.
+
+Knows the saver and its store; nothing of steps' insides, groups, or who decides on members.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from elastane.batching import World
+from elastane.elastic.checkpoint import CheckpointStore
+from elastane.elastic.saver import Outcome, Saver, stage
+from elastane.errors import ArgumentError, check_positive, check_whole, describe
+
+__all__ = ["Checkpointing", "Keeper"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointing:
+    """How often a run writes a durable checkpoint, and where.
+
+    A checkpoint holds model, optimizer and session. It is written by rank 0 beside training, and
+    published once its step is final on all workers. A run that is started again with the same
+    folder goes on from the newest whole one, with any number of workers.
+
+    Attributes:
+        every_s: seconds between two; `None` for no clock.
+        every_steps: optimizer steps between two; `None` for no count.
+        keep: how many are kept.
+        folder: where they lie; by default `checkpoints` in the run's folder.
+    """
+
+    every_s: float | None = 60.0
+    every_steps: int | None = None
+    keep: int = 3
+    folder: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.every_s is not None:
+            check_positive("every_s", self.every_s, way_out="Seconds, or None for no clock.")
+        if self.every_steps is not None:
+            way_out = "Optimizer steps, or None for no count."
+            check_whole("every_steps", self.every_steps, at_least=1, way_out=way_out)
+        check_whole("keep", self.keep, at_least=1, way_out="Keep the last 3, for example.")
+
+    def is_due(self, *, steps: int, seconds: float) -> bool:
+        """Return whether to write one, this long after the last."""
+        by_count = self.every_steps is not None and steps >= self.every_steps
+        return by_count or (self.every_s is not None and seconds >= self.every_s)
+
+
+class Keeper:
+    """Keeps the checkpoints of a run; without a folder it does nothing.
+
+    Args:
+        checkpointing: how often and where, or `None`.
+        run_dir: the run's folder, or `None`.
+
+    Raises:
+        ArgumentError: checkpoints without any folder.
+    """
+
+    def __init__(
+        self, checkpointing: Checkpointing | None, *, run_dir: str | PathLike[str] | None
+    ) -> None:
+        self._policy = checkpointing
+        self._store: CheckpointStore | None = None
+        if checkpointing is not None:
+            folder = _folder(checkpointing, run_dir=run_dir)
+            self._store = CheckpointStore(folder, keep=checkpointing.keep)
+        self._saver: Saver | None = None
+        self._state: Callable[[], Mapping[str, Any]] = dict
+        self._world = World()
+        self._last_step = 0
+        self._last_time = time.monotonic()
+
+    @contextmanager
+    def running(self, state: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+        """Write what `state` returns, for the length of a block."""
+        if self._store is None:
+            yield
+            return
+        with Saver(self._store) as self._saver:
+            self._state, self._last_time = state, time.monotonic()
+            try:
+                yield
+            finally:
+                self._saver.wait()
+                self._state = dict
+        self._saver = None
+
+    def entered(self, world: World) -> None:
+        """Write from now on if this worker is rank 0."""
+        self._world = world
+
+    def committed(self, step: int) -> None:
+        """Start to write a checkpoint, if it is time; it is not published before `settled`."""
+        if self._policy is None or self._world.rank != 0:
+            return
+        seconds = time.monotonic() - self._last_time
+        if self._policy.is_due(steps=step - self._last_step, seconds=seconds):
+            self._begin(step)
+
+    def finished(self, step: int) -> None:
+        """Write the last checkpoint of a run, so that a run that is over is known to be over."""
+        if self._policy is not None and self._world.rank == 0 and step != self._last_step:
+            self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        if self._saver is not None:
+            self._last_step, self._last_time = step, time.monotonic()
+            staged = stage(self._state())
+            self._saver.begin(staged, step=step, generation=self._world.generation)
+
+    def settled(self, step: int) -> list[Outcome]:
+        """Publish what is final, drop what is void; return how earlier saves ended."""
+        if self._saver is None:
+            return []
+        self._saver.confirm(step)
+        self._saver.discard(step + 1)
+        return self._saver.outcomes()
+
+    def save(self, step: int) -> None:
+        """Write and publish a checkpoint of a final step now, and wait for it."""
+        if self._store is not None and self._saver is not None:
+            self._saver.discard(0)
+            self._saver.wait()
+            self._store.save(self._state(), step=step, generation=self._world.generation)
+
+    def newest(self) -> Mapping[str, Any] | None:
+        """Return the state in the newest whole checkpoint, if there is one."""
+        checkpoint = None if self._store is None else self._store.newest()
+        if checkpoint is None or self._store is None:
+            return None
+        state, manifest = self._store.load(checkpoint)
+        self._last_step, self._last_time = manifest.step, time.monotonic()
+        return state
+
+
+def _folder(checkpointing: Checkpointing, *, run_dir: str | PathLike[str] | None) -> Path:
+    if checkpointing.folder is not None:
+        return Path(checkpointing.folder)
+    if run_dir is None:
+        rule = "has no folder, and the session no run_dir"
+        way_out = "Give one of them, for example Checkpointing(folder='checkpoints')."
+        raise ArgumentError(describe("checkpoint", checkpointing, rule=rule, way_out=way_out))
+    return Path(run_dir) / "checkpoints"

@@ -1,0 +1,250 @@
+"""Checkpoints that are whole or not there: published by one rename, checksummed, the last few kept.
+
+Knows folders of one run; nothing of training, of groups or of when to save.
+
+    step-000000123/              a checkpoint; step-000000123-2 where that step is saved again
+        manifest.json            step, generation, facts; size and checksum of every other file
+        .metadata, __0_0.distcp  tensors, in torch.distributed.checkpoint's format
+    .step-000000123.RANDOM.part/ one that is being written, or was when its writer died
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastane.elastic.dcp import METADATA_NAME, read_tensors, write_tensors
+from elastane.elastic.flatten import flatten_state, unflatten_state
+from elastane.elastic.folders import Shelf, make_durable
+from elastane.elastic.manifest import Manifest, checksum, inspect_folder, write_manifest
+from elastane.errors import StateError, UnsupportedError, check_whole
+
+__all__ = ["Checkpoint", "CheckpointStore", "Draft"]
+
+_NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?")
+_STATE_KEY = "elastane.state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was whole when it was looked at.
+
+    Attributes:
+        path: its folder.
+        manifest: what the folder says of itself.
+    """
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A checkpoint that is written and durable, but not published.
+
+    Attributes:
+        path: its temporary folder.
+        manifest: what the folder says of itself.
+    """
+
+    path: Path
+    manifest: Manifest
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    One process at a time should write; any may read. A writer that dies leaves at most a `.part`
+    folder, which the next save removes.
+
+    Args:
+        folder: where they lie; it is created by the first save.
+        keep: how many whole checkpoints are kept.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     store = CheckpointStore(folder)
+        ...     _ = store.save({"w": torch.ones(2), "lr": 0.1}, step=7, facts={"progress": 7.0})
+        ...     store.load(store.newest())[0]
+        {'w': tensor([1., 1.]), 'lr': 0.1}
+    """
+
+    def __init__(self, folder: str | PathLike[str], *, keep: int = 3) -> None:
+        self._folder = Path(folder)
+        self._keep = check_whole("keep", keep, at_least=1, way_out="Keep the last 3, for example.")
+        self._shelf = Shelf(self._folder)
+        self._known_whole: set[Path] = set()
+
+    def save(
+        self,
+        tree: object,
+        *,
+        step: int,
+        generation: int = 0,
+        facts: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
+        """Write and publish a checkpoint; see `write` and `publish`."""
+        return self.publish(self.write(tree, step=step, generation=generation, facts=facts))
+
+    def write(
+        self,
+        tree: object,
+        *,
+        step: int,
+        generation: int = 0,
+        facts: Mapping[str, Any] | None = None,
+    ) -> Draft:
+        """Write a checkpoint that nobody sees before it is published. Needs no group.
+
+        Args:
+            tree: the state; `flatten_state` says what it may hold. Each tensor's key in DCP is
+                its place in the tree, as in `model.conv.weight`.
+            step: committed steps.
+            generation: membership that writes.
+            facts: plain JSON values to be known without reading tensors.
+
+        Raises:
+            UnsupportedError: something in the tree or the facts can't be saved.
+            OSError: the folder can't be written to.
+        """
+        check_whole("step", step, at_least=0, way_out="Pass the number of committed steps.")
+        tensors = _take_apart(tree)
+        self._shelf.remove_leftovers()
+        path = self._shelf.new_draft(f"step-{step:09d}")
+        try:
+            write_tensors(path, tensors)
+            manifest = write_manifest(path, step=step, generation=generation, facts=facts or {})
+            make_durable(path)
+        except BaseException:
+            self._shelf.remove(path)
+            raise
+        return Draft(path=path, manifest=manifest)
+
+    def publish(self, draft: Draft) -> Checkpoint:
+        """Make a draft a checkpoint by one rename, then remove those that are too many.
+
+        Of several of the same step the last one stays.
+
+        Raises:
+            OSError: the draft is gone, or the folder can't be written to.
+        """
+        path = self._shelf.publish(draft.path, name=self._free_name(draft.manifest.step))
+        self._known_whole.add(path)
+        self._prune(newest=path)
+        return Checkpoint(path=path, manifest=draft.manifest)
+
+    def discard(self, draft: Draft) -> None:
+        """Remove a draft."""
+        self._shelf.remove(draft.path)
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest whole checkpoint; each one that is not whole is named in a warning.
+
+        Sizes and checksums of all files are compared before anything in them is parsed.
+
+        Raises:
+            StateError: the newest one is of a format that this version does not know.
+        """
+        paths = self._published()
+        for path in reversed(paths):
+            manifest, problem = _inspect(path)
+            if manifest is not None:
+                return Checkpoint(path=path, manifest=manifest)
+            then = "there is none before it" if path == paths[0] else "the one before is used"
+            warnings.warn(f"checkpoint {path} {problem}: {then}", RuntimeWarning, stacklevel=2)
+        return None
+
+    def load(self, checkpoint: Checkpoint) -> tuple[Any, Manifest]:
+        """Return the state that was saved, on the CPU, and the checkpoint's manifest.
+
+        Needs no group, and nothing of the model. Only names of DCP's metadata are unpickled.
+
+        Raises:
+            StateError: the checkpoint has changed since it was looked at, or was not written by
+                elastane.
+        """
+        try:
+            metadata = (checkpoint.path / METADATA_NAME).read_bytes()
+        except OSError as error:
+            raise StateError(f"checkpoint {checkpoint.path} can't be read, {error}") from error
+        _, digest = checkpoint.manifest.files.get(METADATA_NAME, (0, ""))
+        if checksum(metadata) != digest:
+            raise StateError(f"checkpoint {checkpoint.path} has changed: call newest() again")
+        file_names = checkpoint.manifest.files.keys()
+        tensors = read_tensors(checkpoint.path, metadata=metadata, file_names=file_names)
+        return _assemble(tensors, checkpoint.path), checkpoint.manifest
+
+    def _published(self) -> list[Path]:
+        """Return the folders of checkpoints, oldest first."""
+        if not self._folder.is_dir():
+            return []
+        paths = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(paths, key=_step_and_attempt)
+
+    def _free_name(self, step: int) -> str:
+        """Return a name for a checkpoint of a step: nothing is replaced, not even if damaged."""
+        attempts = [a for s, a in map(_step_and_attempt, self._published()) if s == step]
+        return f"step-{step:09d}-{max(attempts) + 1}" if attempts else f"step-{step:09d}"
+
+    def _prune(self, *, newest: Path) -> None:
+        """Remove what is older than the last whole ones; `newest` stays in any case."""
+        whole: set[int] = set()
+        for path in reversed(self._published()):
+            step, _ = _step_and_attempt(path)
+            if len(whole) < self._keep and step not in whole:
+                whole |= {step} if self._is_whole(path) else set()
+            elif path != newest:
+                self._known_whole.discard(path)
+                self._shelf.remove(path)
+
+    def _is_whole(self, path: Path) -> bool:
+        """Return whether a checkpoint is whole; each is read once."""
+        if path not in self._known_whole:
+            with suppress(StateError):
+                if _inspect(path)[0] is not None:
+                    self._known_whole.add(path)
+        return path in self._known_whole
+
+
+def _step_and_attempt(path: Path) -> tuple[int, int]:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 1)
+
+
+def _inspect(path: Path) -> tuple[Manifest | None, str]:
+    """Return a folder's manifest, or `None` and what is wrong."""
+    manifest, problem = inspect_folder(path)
+    if manifest is not None and manifest.step != _step_and_attempt(path)[0]:
+        return None, f"holds the checkpoint of step {manifest.step}"
+    return manifest, problem
+
+
+def _take_apart(tree: object) -> dict[str, torch.Tensor]:
+    """Return the tree as nothing but tensors; the rest of it is the text in one of them."""
+    flat = flatten_state(tree)
+    if _STATE_KEY in flat.names:
+        raise UnsupportedError(f"the state has a tensor at {_STATE_KEY!r}: put it elsewhere")
+    state = json.dumps({"skeleton": flat.skeleton, "names": flat.names}).encode()
+    text = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    return {_STATE_KEY: text, **dict(zip(flat.names, flat.tensors, strict=True))}
+
+
+def _assemble(tensors: dict[str, torch.Tensor], path: Path) -> Any:
+    """Return the tree of which these are the tensors."""
+    try:
+        state = json.loads(tensors[_STATE_KEY].numpy().tobytes())
+        ordered = [tensors[name] for name in state["names"]]
+        return unflatten_state(state["skeleton"], ordered)
+    except (LookupError, TypeError, ValueError) as error:
+        raise StateError(f"checkpoint {path} was not written by elastane, {error!r}") from error
