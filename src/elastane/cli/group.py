@@ -8,7 +8,9 @@ from __future__ import annotations
 import click
 
 from elastane._version import __version__
+from elastane.cli.control import ps, scale, status, stop
 from elastane.cli.plot import plot
+from elastane.cli.run import run
 from elastane.errors import ArgumentError, ElastaneError
 
 
@@ -41,3 +43,8 @@ def main() -> None:
 
 
 main.add_command(plot)
+main.add_command(run)
+main.add_command(scale)
+main.add_command(status)
+main.add_command(stop)
+main.add_command(ps)

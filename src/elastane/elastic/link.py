@@ -65,6 +65,7 @@ class Link:
         self._on_change = on_change
         self._changed = Condition()
         self._newest = Generation()
+        self._dismissed: frozenset[int] = frozenset()
         self._entered: Generation | None = None
         self._standing: Message | None = None
         self._closing = Event()
@@ -76,6 +77,11 @@ class Link:
     def newest(self) -> Generation:
         """The newest generation; number 0 before there is one."""
         return self._newest
+
+    @property
+    def dismissed(self) -> frozenset[int]:
+        """All workers that were ever told to leave; none of them comes back."""
+        return self._dismissed
 
     @property
     def orphaned(self) -> bool:
@@ -188,6 +194,7 @@ class Link:
         if generation.number > self._newest.number:
             with self._changed:
                 self._newest = generation
+                self._dismissed |= set(generation.dismissed)
                 self._changed.notify_all()
             self._on_change(generation)
 

@@ -60,6 +60,7 @@ class ElasticMembership:
         self._sockets = GroupSockets()
         self._trainee: Trainee | None = None
         self._members: tuple[int, ...] = ()
+        self._is_over = False
         self._tried = 0
         self._met = (0, 0)  # generation, meetings in it so far
         self._turns = self._arrived = 0
@@ -155,7 +156,8 @@ class ElasticMembership:
     def agree_on_end(self) -> None:
         """End the run for all members at once."""
         self.together(self._sum_once)
-        self._link.tell(Done(worker=self._launch.worker, step=self._held().step))
+        self._is_over = True
+        self._tell_end()
 
     @contextmanager
     def pause(self, reason: str) -> Iterator[None]:
@@ -214,7 +216,7 @@ class ElasticMembership:
                     self._leave(save=self._is_current, code=EXIT_ORPHANED)
                 if expects_one:
                     self._complain("the group broke, or all agreed to leave it")
-            elif not generation.members or worker in generation.dismissed:
+            elif not generation.members or worker in self._link.dismissed:
                 stopping = not generation.members
                 may_save = self.world.rank == 0 if planned else self._is_current
                 self._leave(save=stopping and may_save)
@@ -264,7 +266,12 @@ class ElasticMembership:
             worker=worker, generation=generation.number, step=trainee.step, source=source
         )
         self._link.entered(generation, told=told)
+        if self._is_over:
+            self._tell_end()
         return is_whole
+
+    def _tell_end(self) -> None:
+        self._link.tell(Done(worker=self._launch.worker, step=self._held().step))
 
     def _meet(self, generation: Generation, *, evaluating: bool) -> tuple[int, ...]:
         """Wait for the other members; return who takes part, this worker among them."""
@@ -304,7 +311,7 @@ class ElasticMembership:
     def _has_lost(self, generation: Generation) -> bool:
         """Return whether a member is gone who has not agreed to go."""
         own = set(self._members)
-        unexpected = own - {*generation.members, *generation.dismissed}
+        unexpected = own - {*generation.members, *self._link.dismissed}
         return generation.number > 0 and bool(unexpected or own & set(generation.lost))
 
     def _leave_group(self, *, at_once: bool = True) -> None:
