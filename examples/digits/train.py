@@ -75,14 +75,15 @@ def train(
         loader=LoaderOptions(seed=seed),
         run_dir=out / folder_name(rule, scale=scale),
     ) as session:
-        step, next_evaluation, diverged = 0, 0.0, False
+        step, diverged = 0, False
         try:
             for images, labels in session:
                 session.backward(F.cross_entropy(session.model(images), labels))
                 result = session.step()
-                step = result.step if result is not None else step
-                if session.progress >= next_evaluation:
-                    next_evaluation += num_steps / 20
+                if result is None:
+                    continue
+                step = result.step
+                if step == 1 or result.crossed(num_steps / 20):
                     session.evaluate(accuracy, validation_set)
         except NonFiniteError:
             diverged = True

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import LBFGS, Optimizer
 
 from elastane.batching import BatchPolicy
@@ -76,10 +77,16 @@ def check_session(given: Mapping[str, Any]) -> None:
             "For example elastane.Checkpointing(every_s=60).",
         ),
         "ddp": ((Mapping, type(None)), 'For example {"find_unused_parameters": True}.'),
+        "stateful": (Mapping, 'For example {"ema": averaged_model}.'),
         "sinks": (Sequence, "A list of sinks; see elastane.telemetry."),
     }
     for name, (kind, way_out) in kinds.items():
         check_kind(name, given[name], kind, way_out=way_out)
+    for name, one in given["stateful"].items():
+        if not isinstance(one, Stateful):
+            rule = "must have state_dict() and load_state_dict(state)"
+            way_out = "Pass an object such as a torchmetrics metric or an averaged model."
+            raise ArgumentError(describe(f"stateful[{name!r}]", one, rule=rule, way_out=way_out))
     if isinstance(given["rule"], AdaScale) and any(
         "betas" in g for g in given["optimizer"].param_groups
     ):

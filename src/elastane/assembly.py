@@ -142,12 +142,18 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
     training = Training(
         model=model.inner,
         optimizer=optimizer,
-        identity={**run, "num_steps": num_steps, "parameters": size},
+        identity={
+            **run,
+            "num_steps": num_steps,
+            "parameters": size,
+            "stateful": sorted(given["stateful"]),
+        },
         loop=loop,
         feed=feed,
         reporter=reporter,
         keeper=keeper,
         state=state,
+        stateful=given["stateful"],
     )
     return Parts(
         feed=feed,

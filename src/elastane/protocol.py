@@ -149,6 +149,7 @@ class Beat(Message):
         step: committed steps.
         arrived: number of the newest turn (step, evaluation) whose own part it has finished; a
             member that lags behind the others here keeps them waiting.
+        doing: "train" or "evaluate": what its present turn is.
         paused: the reason given to `session.pause`, or "".
         status: numbers for `elastane status`, from rank 0 only.
     """
@@ -159,6 +160,7 @@ class Beat(Message):
     generation: int = 0
     step: int = 0
     arrived: int = 0
+    doing: str = "train"
     paused: str = ""
     status: dict[str, Any] = field(default_factory=dict)
 

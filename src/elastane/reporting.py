@@ -38,6 +38,7 @@ class StepResult:
     Attributes:
         step: optimizer steps committed so far, this one included.
         progress: `tau` after this step, in base steps.
+        previous_progress: `tau` before it.
         position: committed samples of the stream after this step.
         loss: mean loss over the step's samples (weighted as the gradients were), or `None` if it
             was not given to `session.backward`.
@@ -58,6 +59,7 @@ class StepResult:
 
     step: int
     progress: float
+    previous_progress: float
     position: int
     loss: float | None
     weight: float
@@ -78,6 +80,14 @@ class StepResult:
     def noise_scale(self) -> float | None:
         """Gradient noise scale in samples; `None` before there are moments."""
         return None if self.moments is None else noise.noise_scale(self.moments)
+
+    def crossed(self, every: float) -> bool:
+        """Whether progress has passed a multiple of `every` base steps in this step.
+
+        The way to say when to evaluate: it is the same on all workers, also on one that has just
+        joined, which a counter of one's own is not.
+        """
+        return math.floor(self.progress / every) > math.floor(self.previous_progress / every)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the result as numbers, for workers that did not see the step's end."""
@@ -207,6 +217,8 @@ class Reporter:
         result = StepResult(
             step=self._controller.step,
             progress=self._controller.progress,
+            previous_progress=self._controller.progress
+            - (decision.progress if outcome.committed else 0.0),
             position=plan.stop if outcome.committed else plan.start,
             loss=outcome.loss,
             weight=measurement.weight,

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from os import PathLike
+from types import MappingProxyType
 from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -56,6 +58,8 @@ class Session:
         max_norm: norm to which the mean gradient is clipped.
         checkpoint: durable checkpoints, from which a run goes on when all its workers have died;
             under `elastane run` one a minute by default, elsewhere none.
+        stateful: further objects with `state_dict` and `load_state_dict`, by name, such as a moving
+            average of the weights: in checkpoints, and equal on workers that join.
         ddp: further arguments of `DistributedDataParallel`, such as `find_unused_parameters`.
         run_dir: folder for the run's events (written by rank 0).
         sinks: further receivers of events (on rank 0).
@@ -84,6 +88,7 @@ class Session:
         scaler: GradScaler | None = None,
         max_norm: float | None = None,
         checkpoint: Checkpointing | None = None,
+        stateful: Mapping[str, Stateful] = MappingProxyType({}),
         ddp: Mapping[str, Any] | None = None,
         run_dir: str | PathLike[str] | None = None,
         sinks: Sequence[Sink] = (),

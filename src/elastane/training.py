@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from elastane.batching import World
@@ -34,6 +35,7 @@ class Training:
         reporter: tells of changes.
         keeper: keeps checkpoints.
         state: the session's.
+        stateful: further objects of the user's, by name.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Training:
         reporter: Reporter,
         keeper: Keeper,
         state: SessionState,
+        stateful: Mapping[str, Stateful],
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -56,6 +59,7 @@ class Training:
         self._reporter = reporter
         self._keeper = keeper
         self._state = state
+        self._stateful = dict(stateful)
 
     @property
     def step(self) -> int:
@@ -76,6 +80,7 @@ class Training:
             **state_of(self._model, self._optimizer),
             "session": self._state.state_dict(),
             "loop": self._loop.state_dict(),
+            "stateful": {name: one.state_dict() for name, one in self._stateful.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -87,6 +92,8 @@ class Training:
         self._state.load_state_dict(state["session"])
         load_state(self._model, self._optimizer, state)
         self._loop.load_state_dict(state["loop"])
+        for name, one in self._stateful.items():
+            one.load_state_dict(state["stateful"][name])
 
     def tensors(self) -> Sequence[Tensor]:
         """Return the model's tensors, in the order in which `state_dict` has them."""

@@ -67,7 +67,7 @@ class ElasticMembership:
         self._outcome: Any = None
         self._is_current = False
         self._switch_agreed = self._leave_asked = self._leave_told = False
-        self._paused = ""
+        self._doing, self._paused = "train", ""
         self.warming = True
         self.world = World(rank=0, world_size=launch.expected_workers, generation=0)
 
@@ -139,18 +139,19 @@ class ElasticMembership:
         if not self._members:
             return work()
         while True:
-            begun = self._turns
+            begun, self._doing = self._turns, "evaluate"
             try:
                 outcome = work()
             except CommunicationError:
                 pass
             else:
                 self._turns += 1
-                self._arrived, self._outcome = self._turns, outcome
+                self._arrived, self._outcome, self._doing = self._turns, outcome, "train"
                 self._held().settled(self._held().step)
                 return outcome
             self._regroup(evaluating=True)
             if self._turns > begun:
+                self._doing = "train"
                 return self._outcome
 
     def agree_on_end(self) -> None:
@@ -357,6 +358,7 @@ class ElasticMembership:
             generation=self.world.generation if self._members else 0,
             step=trainee.step if trainee else 0,
             arrived=self._arrived,
+            doing=self._doing,
             paused=self._paused,
             status=dict(trainee.status()) if trainee and is_first else {},
         )
