@@ -1,26 +1,126 @@
 """What the workers of elastic tests run: the digits under a session, with a record of each step.
 
-python elastic_worker.py FOLDER OPTIONS (JSON: see `main`)
+A record is a file of JSON lines: "generation" opens a place in a group, "dealt" is what a worker
+takes for a step before it makes it, "step" is what came of it.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
-import sys
+import os
+import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 from training import Digits, weights_of
 
 import elastane
-from elastane import GlobalBatch, LocalBatch, LoaderOptions, Session
-from elastane._env import elastic_launch
+from elastane import GlobalBatch, LoaderOptions, LocalBatch, Session
+from elastane._env import ElasticLaunch
+from elastane.durability import Checkpointing
+from elastane.elastic.link import connect
+
+RULES = {"adascale": elastane.AdaScale(), "linear": elastane.Linear()}
+BATCHES = {
+    "local": LocalBatch(8, micro_batches=2),
+    "grid": GlobalBatch(32, micro_batches=4),
+    "global": GlobalBatch(32),
+}
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler | None]] = {
+    "constant": lambda _: None,
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=2000),
+    "multistep": lambda optimizer: MultiStepLR(optimizer, [60, 200]),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a test can ask of its workers.
+
+    Attributes:
+        num_steps: the run's base steps; by default it lasts until the supervisor ends it.
+        seed: of the first weights; by default another on each worker, which must not matter.
+        plain_backward: call `loss.backward()` and not the session's.
+        chunk: samples after which the workers wait until the supervisor opens the next gate.
+        step_s: seconds a micro-batch takes at least.
+        evaluate_every: steps between two evaluations; the first one waits for a gate.
+        fail_at: position from which this worker's user code raises.
+        nan_at: step whose loss is not finite when it is tried first.
+        checkpoint_every: steps between two checkpoints.
+    """
+
+    num_steps: float = 1e9
+    num_samples: int = 301
+    dtype: str = "float32"
+    seed: int | None = None
+    loader_seed: int = 3
+    width: int = 24
+    batch_norm: bool = False
+    schedule: str = "constant"
+    rule: str = "adascale"
+    batch: str = "local"
+    num_workers: int = 0
+    plain_backward: bool = False
+    chunk: int | None = None
+    step_s: float = 0.0
+    evaluate_every: int | None = None
+    fail_at: int | None = None
+    nan_at: int | None = None
+    checkpoint_every: int | None = None
+
+
+class Recorder:
+    """Writes a worker's record, and waits at the gates that its supervisor opens."""
+
+    def __init__(self, folder: Path, launch: ElasticLaunch) -> None:
+        self._launch = launch
+        self._stop = folder / "stop"
+        self._file = (folder / f"record-{launch.worker}.jsonl").open("a")
+        self._place: tuple[int, int] | None = None
+        self._passed: set[str] = set()
+
+    @property
+    def stop_asked(self) -> bool:
+        return self._stop.exists()
+
+    def write(self, kind: str, **fields: Any) -> None:
+        line = {"kind": kind, "worker": self._launch.worker, "time": time.monotonic(), **fields}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def open_place(self, session: Session, optimizer: torch.optim.Optimizer) -> None:
+        """Tell of the worker's state when it takes part in another group than before."""
+        world = session.world
+        place = world.generation, world.world_size
+        if place != self._place:
+            self._place = place
+            self.write(
+                "generation",
+                generation=world.generation,
+                rank=world.rank,
+                world_size=world.world_size,
+                position=session.position,
+                digest=digest(session, optimizer),
+                statistics=statistics_of(session.model),
+            )
+
+    def wait_at(self, gate: str) -> None:
+        """Wait, the first time, until the supervisor opens the gate."""
+        if gate not in self._passed:
+            self._passed.add(gate)
+            store = connect(self._launch.store)
+            store.set(f"held/{gate}/{self._launch.worker}", "")
+            store.wait([f"gate/{gate}"], timedelta(minutes=5))
 
 
 def digest(session: Session, optimizer: torch.optim.Optimizer) -> str:
@@ -39,107 +139,132 @@ def digest(session: Session, optimizer: torch.optim.Optimizer) -> str:
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
-def build_model(*, batch_norm: bool, dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(int(time.time() * 1000) % 2**31)  # workers must not need equal seeds
-    norm = [nn.BatchNorm1d(24)] if batch_norm else []
-    return nn.Sequential(nn.Linear(64, 24), *norm, nn.Tanh(), nn.Linear(24, 10)).to(dtype)
+def build_model(options: Options, *, worker: int) -> nn.Module:
+    own_seed = time.time_ns() + worker
+    torch.manual_seed(own_seed % 2**31 if options.seed is None else options.seed)
+    width = options.width
+    norm = [nn.BatchNorm1d(width)] if options.batch_norm else []
+    model = nn.Sequential(nn.Linear(64, width), *norm, nn.Tanh(), nn.Linear(width, 10))
+    return model.to(getattr(torch, options.dtype))
 
 
-def main() -> None:
-    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
-    launch = elastic_launch()
-    assert launch is not None
-    torch.set_num_threads(1)
-    dtype = getattr(torch, options.get("dtype", "float32"))
-    model = build_model(batch_norm=options.get("batch_norm", False), dtype=dtype)
-    if "seed" in options:
-        torch.manual_seed(options["seed"])
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.2)
+def build_session(
+    options: Options, *, model: nn.Module, dataset: Digits
+) -> tuple[Session, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    num_steps = options.get("num_steps", 200)
-    schedules = {
-        "cosine": lambda: CosineAnnealingLR(optimizer, T_max=num_steps),
-        "multistep": lambda: MultiStepLR(optimizer, [20, 40]),
-    }
-    batches = {"local": lambda: LocalBatch(8, micro_batches=2), "grid": lambda: GlobalBatch(32, micro_batches=4)}
-    rules = {"adascale": elastane.AdaScale(), "linear": elastane.Linear()}
-    dataset = Digits(options.get("num_samples", 301), dtype=dtype)
-    record = (folder / f"record-{launch.worker}.jsonl").open("a")
-
-    def write(kind: str, **fields: Any) -> None:
-        record.write(json.dumps({"kind": kind, "time": time.monotonic(), **fields}) + "\n")
-        record.flush()
-
-    def correct(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        images, labels, _ = batch
-        time.sleep(options.get("evaluation_s", 0) )
-        return {"correct": (model(images).argmax(1) == labels).sum()}
-
-    with Session(
+    every = options.checkpoint_every
+    session = Session(
         model,
         optimizer=optimizer,
-        schedule=schedules[options.get("schedule", "cosine")](),
+        schedule=SCHEDULES[options.schedule](optimizer),
         dataset=dataset,
         base_batch_size=8,
-        num_steps=num_steps,
-        rule=rules[options.get("rule", "adascale")],
-        batch=batches[options.get("batch", "local")](),
-        loader=LoaderOptions(seed=3, num_workers=options.get("num_workers", 0)),
+        num_steps=options.num_steps,
+        rule=RULES[options.rule],
+        batch=BATCHES[options.batch],
+        loader=LoaderOptions(seed=options.loader_seed, num_workers=options.num_workers),
+        checkpoint=None if every is None else Checkpointing(every_s=None, every_steps=every),
         progress_bar=False,
-    ) as session:
-        generation, seen = -1, []
-        for images, labels, indices in session:
-            world = session.world
-            if not session.warming and world.generation != generation:
-                generation, seen = world.generation, []
-                write(
-                    "generation",
-                    generation=generation,
-                    rank=world.rank,
-                    world_size=world.world_size,
-                    position=session.position,
-                    digest=digest(session, optimizer),
-                )
-            if not session.warming and session.weight:
-                seen += indices.tolist()
-            time.sleep(options.get("step_s", 0))
-            if session.position >= options.get("fail_at", 10**9) and world.rank == 1:
-                raise RuntimeError("the user's own mistake")
-            session.backward(F.cross_entropy(session.model(images), labels))
-            is_last = session.is_last_micro_batch
-            result = session.step()
-            if result is None:
-                seen = [] if is_last else seen  # a step that broke is made again
-                continue
-            write(
-                "step",
-                generation=result.generation,
-                step=result.step,
-                position=result.position,
-                batch=result.batch_samples,
-                seen=seen,
-                lr=result.lr,
-                gain=result.gain,
-                progress=result.progress,
-                loss=result.loss,
-                rank=world.rank,
-                world_size=result.world_size,
-            )
-            seen = []
-            if options.get("evaluate_every") and result.step % options["evaluate_every"] == 0:
-                evaluation = session.evaluate(correct, dataset, batch_size=64)
-                write("evaluation", step=result.step, correct=evaluation.sums["correct"])
-        evaluation = session.evaluate(correct, dataset, batch_size=64)
-        write(
+    )
+    return session, optimizer
+
+
+def run(folder: Path, environment: dict[str, str], options: Options) -> None:
+    """Be a worker: the target of a process of its own."""
+    os.setsid()
+    os.environ.update(environment)
+    launch = elastane._env.elastic_launch()
+    assert launch is not None
+    log = os.open(folder / f"worker-{launch.worker}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    recorder = Recorder(folder, launch)
+    model = build_model(options, worker=launch.worker)
+    dataset = Digits(options.num_samples, dtype=getattr(torch, options.dtype))
+    session, optimizer = build_session(options, model=model, dataset=dataset)
+    with session:
+        train(session, optimizer, options=options, recorder=recorder, dataset=dataset)
+        evaluation = session.evaluate(hits, dataset, batch_size=64)
+        recorder.write(
             "end",
             correct=evaluation.sums["correct"],
             digest=digest(session, optimizer),
-            weights=weights_of(session.model).double().tolist(),
+            weights=weights_of(model).tolist(),
             position=session.position,
             lr=optimizer.param_groups[0]["lr"],
         )
 
 
-if __name__ == "__main__":
-    main()
+def statistics_of(model: nn.Module) -> list[Any]:
+    return [buffer.double().tolist() for buffer in model.buffers()]
+
+
+def hits(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    images, labels, indices = batch
+    return {"correct": (model(images).argmax(1) == labels).sum(), "indices": indices.sum()}
+
+
+def train(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    *,
+    options: Options,
+    recorder: Recorder,
+    dataset: Digits,
+) -> None:
+    seen: list[int] = []
+    num_made, is_poisoned = 0, False
+
+    def gated_hits(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        recorder.wait_at("evaluation")
+        return hits(model, batch)
+
+    for images, labels, indices in session:
+        if not session.warming:
+            recorder.open_place(session, optimizer)
+            if options.chunk:
+                recorder.wait_at(str(session.position // options.chunk))
+            seen += indices.tolist() if session.weight else []
+        time.sleep(options.step_s)
+        if options.fail_at is not None and session.position >= options.fail_at:
+            raise RuntimeError("the user's own mistake")
+        if recorder.stop_asked:
+            session.stop()
+        loss = F.cross_entropy(session.model(images), labels)
+        if num_made + 1 == options.nan_at and not is_poisoned:
+            loss = loss * float("nan")
+            is_poisoned = session.is_last_micro_batch
+        if options.plain_backward:
+            loss.backward()
+        else:
+            session.backward(loss)
+        is_last = session.is_last_micro_batch
+        if is_last and not session.warming:
+            generation = session.world.generation
+            recorder.write("dealt", generation=generation, start=session.position, seen=seen)
+        result = session.step()
+        seen = [] if is_last else seen
+        if result is None:
+            continue
+        num_made = result.step
+        recorder.write(
+            "step",
+            generation=result.generation,
+            step=result.step,
+            start=result.position - (0 if result.skipped else result.batch_samples),
+            position=result.position,
+            batch=result.batch_samples,
+            lr=result.lr,
+            gain=result.gain,
+            progress=result.progress,
+            loss=result.loss,
+            scale=result.scale,
+            world_size=result.world_size,
+            skipped=result.skipped,
+            statistics=statistics_of(session.model) if options.batch_norm else None,
+        )
+        if options.evaluate_every and result.step % options.evaluate_every == 0:
+            evaluation = session.evaluate(gated_hits, dataset, batch_size=64)
+            recorder.write("evaluation", step=result.step, sums=evaluation.sums)

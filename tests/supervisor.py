@@ -3,93 +3,133 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Condition, Thread
 from typing import Any
 
+from elastic_worker import Options, run
+
 from elastane import protocol
 from elastane._compat import TCPStore
 from elastane._env import ElasticLaunch
-from elastane.protocol import Generation, Message, parse_fact
+from elastane.protocol import Beat, Entered, Generation, Message, Ready, parse_fact
 
-WORKER = Path(__file__).with_name("elastic_worker.py")
+Record = dict[str, Any]
+
+LIMIT_S = 90
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch.distributed", "torch.optim", "elastane.session", "sklearn.datasets"]
+)
 
 
 class Supervisor:
-    """Starts workers and publishes the generations that a test asks for."""
+    """Starts workers and publishes the generations that a test asks for.
 
-    def __init__(self, folder: Path, *, max_workers: int = 4, expected: int = 2) -> None:
+    Args:
+        folder: for records and logs; the run's folder is `run` in it.
+        launch: further fields of `ElasticLaunch`.
+    """
+
+    def __init__(self, folder: Path, **launch: Any) -> None:
         self.folder = folder
-        self.max_workers = max_workers
-        self.expected = expected
-        self.environment: dict[str, str] = {}
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, BaseProcess] = {}
         self.facts: list[Message] = []
-        self.generation = Generation()
+        self.generations: list[Generation] = []
+        self._launch = {"expected_workers": 2, "max_workers": 4, "beat_interval_s": 0.05, **launch}
         self._changed = Condition()
-        self.store = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(days=1)
-        )
-        self._inbox = self.store.clone()
-        Thread(target=self._listen, daemon=True).start()
+        self._port = 0
+        self.open_store()
 
     @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.store.port}"
+    def generation(self) -> Generation:
+        return self.generations[-1] if self.generations else Generation()
 
-    def start(self, *workers: int, options: dict[str, Any] | None = None) -> None:
+    def open_store(self) -> None:
+        """Open a store: the first one, or an empty one in the place of one that was lost."""
+        self.store = TCPStore(
+            "127.0.0.1",
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(days=1),
+        )
+        self._port = self.store.port
+        self._inbox = self.store.clone()
+        self._listener = Thread(target=self._listen, args=(self._inbox,), daemon=True)
+        self._listener.start()
+
+    def lose_store(self) -> None:
+        del self.store
+        self._listener.join(LIMIT_S)
+        del self._inbox
+
+    def start(self, *workers: int, is_fresh: bool = False, **options: Any) -> None:
+        """Start workers.
+
+        Args:
+            workers: their ids.
+            is_fresh: start an interpreter for each, which also ends as one; slower.
+            options: of `elastic_worker.Options`.
+        """
+        context = multiprocessing.get_context("spawn") if is_fresh else CONTEXT
         for worker in workers:
             launch = ElasticLaunch(
-                store=self.address,
+                store=f"127.0.0.1:{self._port}",
                 job="test",
                 worker=worker,
                 agent="test",
                 slot=worker,
                 run_dir=str(self.folder / "run"),
-                expected_workers=self.expected,
-                max_workers=self.max_workers,
-                beat_interval_s=0.05,
+                **self._launch,
             )
-            environment = {
-                **os.environ,
-                **launch.environment(),
-                **self.environment,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(WORKER.parent),
-            }
-            log = (self.folder / f"worker-{worker}.log").open("wb")
-            self.processes[worker] = subprocess.Popen(
-                [sys.executable, str(WORKER), str(self.folder), json.dumps(options or {})],
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            environment = {**launch.environment(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            arguments = self.folder, environment, Options(**options)
+            self.processes[worker] = context.Process(target=run, args=arguments)
+            self.processes[worker].start()
+
+    def begin(self, *workers: int, **options: Any) -> Generation:
+        """Start workers and let them in as the job's first members."""
+        self.start(*workers, **options)
+        self.wait_ready(*workers)
+        return self.change(*workers, cause="start")
 
     def publish(self, *members: int, cause: str = "join", **fields: Any) -> Generation:
-        self.generation = Generation(
-            number=self.generation.number + 1,
-            members=members,
-            cause=cause,
-            time=time.time(),
-            **fields,
+        number = self.generation.number + 1
+        generation = Generation(
+            number=number, members=members, cause=cause, time=time.time(), **fields
         )
-        text = self.generation.to_json()
-        self.store.set(protocol.generation_key(self.generation.number), text)
-        self.store.set(protocol.NOW, text)
-        return self.generation
+        self.generations.append(generation)
+        self.store.set(protocol.generation_key(number), generation.to_json())
+        self.store.set(protocol.NOW, generation.to_json())
+        return generation
+
+    def change(self, *members: int, **fields: Any) -> Generation:
+        """Publish a generation and wait until its members are in."""
+        generation = self.publish(*members, **fields)
+        self.wait_entered()
+        return generation
+
+    def wait_entered(self) -> None:
+        number = self.generation.number
+        for worker in self.generation.members:
+            self.wait_for(Entered, worker=worker, generation=number)
+
+    def wait_ready(self, *workers: int, count: int = 1) -> None:
+        for worker in workers:
+            self.wait_for(Ready, worker=worker, count=count)
 
     def wait_for(
-        self, kind: type[Message], *, timeout_s: float = 60, count: int = 1, **wanted: Any
-    ) -> Message:
+        self, kind: type[Message], *, timeout_s: float = LIMIT_S, count: int = 1, **wanted: Any
+    ) -> Any:
         """Wait for the `count`-th fact of a kind with these values; return it."""
 
         def found() -> list[Message]:
@@ -105,57 +145,98 @@ class Supervisor:
         assert arrived, f"no {kind.__name__} {wanted} in {timeout_s} s; {self.story()}"
         return found()[count - 1]
 
-    def wait_until(self, condition: Callable[[], bool], *, timeout_s: float = 60) -> None:
+    def wait_until(self, condition: Callable[[], bool], *, timeout_s: float = LIMIT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, self.story()
-            time.sleep(0.005)
+            time.sleep(0.01)
 
-    def kill(self, worker: int, number: signal.Signals = signal.SIGKILL) -> None:
-        self.processes[worker].send_signal(number)
+    def beat(self, worker: int) -> Beat:
+        key = protocol.beat_key(worker)
+        self.wait_until(lambda: self.store.check([key]))
+        return Beat.from_json(self.store.get(key))
 
-    def exit_code(self, worker: int, *, timeout_s: float = 60) -> int:
-        try:
-            return self.processes[worker].wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"worker {worker} did not end; {self.story()}") from None
+    def let_train(self, *workers: int, steps: int = 10) -> None:
+        """Wait until workers have committed some more steps."""
+        for worker in workers:
+            begun = self.beat(worker).step
+            self.wait_until(lambda w=worker, n=begun: self.beat(w).step >= n + steps)
 
-    def records(self, worker: int) -> list[dict[str, Any]]:
+    def wait_held(self, gate: str | int, *workers: int) -> None:
+        """Wait until workers wait at a gate."""
+        self.store.wait([f"held/{gate}/{w}" for w in workers], timedelta(seconds=LIMIT_S))
+
+    def open_gate(self, gate: str | int) -> None:
+        self.store.set(f"gate/{gate}", "")
+
+    def send_signal(self, number: signal.Signals, *workers: int) -> None:
+        for worker in workers:
+            pid = self.processes[worker].pid
+            assert pid is not None
+            os.kill(pid, number)
+
+    def kill(self, *workers: int) -> None:
+        """End workers and all that they have started, as an agent does, and see it done."""
+        for worker in workers:
+            pid = self.processes[worker].pid
+            assert pid is not None
+            os.killpg(pid, signal.SIGKILL)
+        for worker in workers:
+            assert self.exit_code(worker) == -signal.SIGKILL
+
+    def exit_code(self, worker: int) -> int:
+        self.processes[worker].join(LIMIT_S)
+        code = self.processes[worker].exitcode
+        assert code is not None, f"worker {worker} did not end; {self.story()}"
+        return code
+
+    def finish(self) -> None:
+        """End the run; its members must agree on the end and leave with exit code 0."""
+        (self.folder / "stop").touch()
+        for worker in self.generation.members:
+            assert self.exit_code(worker) == 0, self.story()
+
+    def log(self, worker: int) -> str:
+        return (self.folder / f"worker-{worker}.log").read_text()
+
+    def records(self, worker: int, kind: str) -> list[Record]:
         path = self.folder / f"record-{worker}.jsonl"
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        lines = path.read_text().splitlines() if path.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("}")]
+        return [record for record in records if record["kind"] == kind]
 
-    def steps(self, worker: int) -> list[dict[str, Any]]:
-        return [record for record in self.records(worker) if record["kind"] == "step"]
+    def all_records(self, kind: str) -> list[Record]:
+        return [record for worker in self.processes for record in self.records(worker, kind)]
 
     def story(self) -> str:
+        """Return all that is known, for the message of a test that fails."""
+        for process in self.processes.values():
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)  # it writes its stacks into its log
+        time.sleep(0.2)
         logs = {path.name: path.read_text()[-3000:] for path in self.folder.glob("worker-*.log")}
-        facts = "\n".join(str(fact) for fact in self.facts)
+        facts = "\n".join(str(fact) for fact in self.facts[-40:])
         return f"facts:\n{facts}\n" + "\n".join(f"--- {name}\n{log}" for name, log in logs.items())
 
     def close(self) -> None:
         for process in self.processes.values():
-            try:
+            assert process.pid is not None
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
+            process.join()
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                fact = parse_fact(self._inbox.queue_pop(protocol.INBOX))
-            except RuntimeError:
-                return
-            with self._changed:
-                self.facts.append(fact)
-                self._changed.notify_all()
+    def _listen(self, inbox: TCPStore) -> None:
+        with suppress(RuntimeError):  # the store was closed
+            while True:
+                fact = parse_fact(inbox.queue_pop(protocol.INBOX))
+                with self._changed:
+                    self.facts.append(fact)
+                    self._changed.notify_all()
 
 
 @contextmanager
-def supervising(folder: Path, **options: Any) -> Iterator[Supervisor]:
-    supervisor = Supervisor(folder, **options)
+def supervising(folder: Path, **launch: Any) -> Iterator[Supervisor]:
+    supervisor = Supervisor(folder, **launch)
     try:
         yield supervisor
     finally:

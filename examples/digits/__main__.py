@@ -1,4 +1,4 @@
-"""The demo: one schedule for batch 16, trained at batch 256 and 1,024 by two workers.
+"""The demo: one schedule for batch 16, trained at batch 256 and 1,024, and by workers that change.
 
 python -m examples.digits [--quick] [--json] [--out FOLDER]
 """
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastane.plots import plot_runs
+from examples.digits.changes import run_with_changes
 from examples.digits.train import folder_name
 
 QUICK_STEPS = 400
@@ -86,6 +87,9 @@ def main(quick: bool, as_json: bool, out: Path | None, seed: int) -> None:
     rows = run_training([], [*common, "base:1"])
     rows += run_training(two_workers, [*common, *RUNS])
     folders = [out / folder_name(row["rule"], scale=row["scale"]) for row in rows]
+    console.print("Training with 1 worker, then 4, one of them killed, then 2 ...")
+    changing = out / "elastic"
+    elastic = run_with_changes(changing, num_steps=ELASTIC_QUICK if quick else 2500, seed=seed)
     title = "Digits: one schedule, tuned at batch 16"
     picture, page = plot_runs(folders, output=out / "digits.png", title=title)
     console.print(table_of(rows))

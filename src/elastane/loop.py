@@ -208,8 +208,11 @@ class Loop:
         else:
             self._count_skipped()
         self._membership.finished_step(sums)
+        # All workers ended the step before this one, or this one could not have been averaged.
+        self.settled(self.stepper.controller.step - int(outcome.committed))
         result = self._last_result = self._reporter.step(outcome, plan=self._plan)
-        self.settled(result.step if self._membership.final_at_once else result.step - 1)
+        if self._membership.final_at_once:
+            self.settled(result.step)
         if outcome.committed:
             self._keeper.committed(result.step)
         return result

@@ -253,7 +253,6 @@ class Reporter:
             self._telemetry.emit("step", **held)
 
     def _hold(self, result: StepResult, *, epoch: int) -> None:
-        self.settled(result.step - 1)
         self.last = result
         fields: dict[str, Any] = asdict(result)
         moments = fields.pop("moments") or {"variance": None, "sqr_norm": None}
