@@ -21,7 +21,7 @@ from elastane.plots import plot_runs
 from examples.digits.changes import run_with_changes
 from examples.digits.train import folder_name
 
-QUICK_STEPS = 400
+NUM_STEPS, QUICK_STEPS, QUICK_ELASTIC_STEPS = 2_500, 400, 800
 RUNS = ("adascale:16", "linear:16", "adascale:64", "linear:64")
 HEAD = (
     *("S", "batch", "rule"),
@@ -65,7 +65,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help=f"Only {QUICK_STEPS} base steps, well under a minute.")
+@click.option("--quick", is_flag=True, help="Fewer base steps: under a minute.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder of the runs.")
 @click.option("--seed", default=0, help="Of weights and order of the samples.")
@@ -80,7 +80,7 @@ def main(quick: bool, as_json: bool, out: Path | None, seed: int) -> None:
         "--seed",
         str(seed),
         "--num-steps",
-        str(QUICK_STEPS) if quick else "2500",
+        str(QUICK_STEPS if quick else NUM_STEPS),
     ]
     two_workers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     console.print(f"Training at batch 16 in one process, then {len(RUNS)} runs in two ...")
@@ -88,19 +88,36 @@ def main(quick: bool, as_json: bool, out: Path | None, seed: int) -> None:
     rows += run_training(two_workers, [*common, *RUNS])
     folders = [out / folder_name(row["rule"], scale=row["scale"]) for row in rows]
     console.print("Training with 1 worker, then 4, one of them killed, then 2 ...")
-    changing = out / "elastic"
-    elastic = run_with_changes(changing, num_steps=ELASTIC_QUICK if quick else 2500, seed=seed)
+    elastic = run_with_changes(
+        out / "elastic", num_steps=QUICK_ELASTIC_STEPS if quick else NUM_STEPS, seed=seed
+    )
     title = "Digits: one schedule, tuned at batch 16"
     picture, page = plot_runs(folders, output=out / "digits.png", title=title)
+    changes, _ = plot_runs(
+        [out / "elastic"], output=out / "elastic.png", title="1 worker, 4, one killed, then 2"
+    )
     console.print(table_of(rows))
-    console.print(f"Took {time.monotonic() - begin:.0f} s. Picture: {picture}  Page: {page}")
+    console.print(
+        f"With workers that changed {elastic['generation'] - 1} times: validation accuracy "
+        f"{elastic['accuracy']:.3f} after {elastic['steps']:,} steps (base batch: "
+        f"{rows[0]['accuracy']:.3f} after {rows[0]['steps']:,})"
+    )
+    console.print(f"Took {time.monotonic() - begin:.0f} s. Pictures: {picture}, {changes}")
+    console.print(f"Page: {page}")
     if as_json:
         runs = [
             {name: row[name] for name in ("rule", "scale", "accuracy", "train_loss", "steps")}
             for row in rows
         ]
         base_accuracy = rows[0]["accuracy"]
-        print(json.dumps({"base_accuracy": base_accuracy, "runs": runs, "figure": str(picture)}))
+        report = {
+            "base_accuracy": base_accuracy,
+            "runs": runs,
+            "elastic": elastic,
+            "figure": str(picture),
+            "elastic_figure": str(changes),
+        }
+        print(json.dumps(report))
 
 
 if __name__ == "__main__":

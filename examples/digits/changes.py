@@ -23,7 +23,7 @@ def run_with_changes(folder: Path, *, num_steps: int, seed: int) -> dict[str, An
     job, result = f"digits-{os.getpid()}", folder / "result.json"
     script = ["-m", "examples.digits.elastic", "--result", str(result)]
     script += ["--num-steps", str(num_steps), "--seed", str(seed)]
-    options = ["--workers", "1:4", "--initial", "1", "--standby", "3", "--hang-limit", "5"]
+    options = ["--workers", "1:4", "--initial", "1", "--standby", "3"]
     command = [*ELASTANE, "run", *options, "--run-dir", str(folder), "--job", job, *script]
     launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
