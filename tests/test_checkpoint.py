@@ -260,6 +260,18 @@ def test_a_manifest_of_anything_else_is_named(text, tmp_path):
         assert store.newest() is None
 
 
+def test_a_later_generation_s_checkpoint_is_newer_whatever_its_step(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save({"x": 1}, step=90, generation=3)
+    store.save({"x": 2}, step=80, generation=12)
+    store.save({"x": 3}, step=85, generation=12)
+    newest = store.newest()
+    assert newest is not None
+    assert newest.place == (12, 85)
+    assert store.last_generation == 12
+    assert names_in(tmp_path) == ["step-000000080-g12", "step-000000085-g12"]
+
+
 def test_an_empty_folder_and_one_with_another_name_are_named(tmp_path):
     store = store_with(tmp_path, 1)
     (tmp_path / "step-000000003").mkdir()
@@ -268,7 +280,7 @@ def test_an_empty_folder_and_one_with_another_name_are_named(tmp_path):
         assert store.newest() is None
     assert [str(one.message).rpartition("step-")[2] for one in caught] == [
         f"000000003 has no {MANIFEST_NAME}: the one before is used",
-        "000000002 holds the checkpoint of step 1: there is none before it",
+        "000000002 holds the checkpoint step-000000001: there is none before it",
     ]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from elastane.batching import World
 from elastane.elastic.checkpoint import CheckpointStore
+from elastane.elastic.folders import exclusive
 from elastane.elastic.saver import Outcome, Saver, stage
 from elastane.errors import ArgumentError, check_positive, check_whole, describe
 
@@ -116,7 +117,7 @@ class Keeper:
         if self._saver is not None:
             self._last_step, self._last_time = step, time.monotonic()
             staged = stage(self._state())
-            self._saver.begin(staged, step=step, generation=self._world.generation)
+            self._saver.begin(staged, step=step, generation=self._generation)
 
     def settled(self, step: int) -> list[Outcome]:
         """Publish what is final, drop what is void; return how earlier saves ended."""
@@ -127,11 +128,19 @@ class Keeper:
         return self._saver.outcomes()
 
     def save(self, step: int) -> None:
-        """Write and publish a checkpoint of a final step now, and wait for it."""
-        if self._store is not None and self._saver is not None:
-            self._saver.discard(0)
-            self._saver.wait()
-            self._store.save(self._state(), step=step, generation=self._world.generation)
+        """Write and publish a checkpoint of a final step now, and wait for it.
+
+        Several workers may do so at once when they have lost each other: one of them writes.
+        """
+        if self._store is None or self._saver is None or self._policy is None:
+            return
+        self._saver.discard(0)
+        self._saver.wait()
+        with exclusive(self._store.folder):
+            newest = self._store.newest()
+            generation = self._generation
+            if newest is None or newest.place < (generation, step):
+                self._store.save(self._state(), step=step, generation=generation)
 
     def newest(self) -> Mapping[str, Any] | None:
         """Return the state in the newest whole checkpoint, if there is one."""
@@ -141,6 +150,12 @@ class Keeper:
         state, manifest = self._store.load(checkpoint)
         self._last_step, self._last_time = manifest.step, time.monotonic()
         return state
+
+    @property
+    def _generation(self) -> int:
+        """The present generation, or a later one's that wrote here before numbers began anew."""
+        assert self._store is not None
+        return max(self._world.generation, self._store.last_generation)
 
 
 def _folder(checkpointing: Checkpointing, *, run_dir: str | PathLike[str] | None) -> Path:

@@ -291,7 +291,7 @@ class Exited(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draining(Message):
-    """An agent was asked to end: its workers are to leave."""
+    """An agent was asked to end: its workers are to leave. Also its last word when it ends."""
 
     kind: ClassVar[str] = "draining"
 

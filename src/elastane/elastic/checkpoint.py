@@ -2,7 +2,8 @@
 
 Knows folders of one run; nothing of training, of groups or of when to save.
 
-    step-000000123/              a checkpoint; step-000000123-2 where that step is saved again
+    step-000000123-g7/           a checkpoint of generation 7 (none is named if it is 0); with -2
+                                 behind it where that step is saved again
         manifest.json            step, generation, facts; size and checksum of every other file
         .metadata, __0_0.distcp  tensors, in torch.distributed.checkpoint's format
     .step-000000123.RANDOM.part/ one that is being written, or was when its writer died
@@ -30,7 +31,7 @@ from elastane.errors import StateError, UnsupportedError, check_whole
 
 __all__ = ["Checkpoint", "CheckpointStore", "Draft"]
 
-_NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?")
+_NAME = re.compile(r"step-(\d{9,})(?:-g(\d+))?(?:-(\d+))?")
 _STATE_KEY = "elastane.state"
 
 
@@ -45,6 +46,11 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its generation and step: a checkpoint is newer than all with a smaller place."""
+        return self.manifest.generation, self.manifest.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +86,9 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: str | PathLike[str], *, keep: int = 3) -> None:
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         self._keep = check_whole("keep", keep, at_least=1, way_out="Keep the last 3, for example.")
-        self._shelf = Shelf(self._folder)
+        self._shelf = Shelf(self.folder)
         self._known_whole: set[Path] = set()
 
     def save(
@@ -120,7 +126,7 @@ class CheckpointStore:
         check_whole("step", step, at_least=0, way_out="Pass the number of committed steps.")
         tensors = _take_apart(tree)
         self._shelf.remove_leftovers()
-        path = self._shelf.new_draft(f"step-{step:09d}")
+        path = self._shelf.new_draft(_name(step, generation=generation))
         try:
             write_tensors(path, tensors)
             manifest = write_manifest(path, step=step, generation=generation, facts=facts or {})
@@ -138,7 +144,10 @@ class CheckpointStore:
         Raises:
             OSError: the draft is gone, or the folder can't be written to.
         """
-        path = self._shelf.publish(draft.path, name=self._free_name(draft.manifest.step))
+        path = self._shelf.publish(
+            draft.path,
+            name=self._free_name(_name(draft.manifest.step, generation=draft.manifest.generation)),
+        )
         self._known_whole.add(path)
         self._prune(newest=path)
         return Checkpoint(path=path, manifest=draft.manifest)
@@ -146,6 +155,11 @@ class CheckpointStore:
     def discard(self, draft: Draft) -> None:
         """Remove a draft."""
         self._shelf.remove(draft.path)
+
+    @property
+    def last_generation(self) -> int:
+        """The latest generation that has published a checkpoint here; 0 if none has."""
+        return max((_rank(path)[0] for path in self._published()), default=0)
 
     def newest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint; each one that is not whole is named in a warning.
@@ -186,23 +200,24 @@ class CheckpointStore:
 
     def _published(self) -> list[Path]:
         """Return the folders of checkpoints, oldest first."""
-        if not self._folder.is_dir():
+        if not self.folder.is_dir():
             return []
-        paths = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(paths, key=_step_and_attempt)
+        paths = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(paths, key=_rank)
 
-    def _free_name(self, step: int) -> str:
-        """Return a name for a checkpoint of a step: nothing is replaced, not even if damaged."""
-        attempts = [a for s, a in map(_step_and_attempt, self._published()) if s == step]
-        return f"step-{step:09d}-{max(attempts) + 1}" if attempts else f"step-{step:09d}"
+    def _free_name(self, name: str) -> str:
+        """Return the name, or one after it: nothing is replaced, not even if damaged."""
+        wanted = _rank_of(name)[:2]
+        attempts = [a for *place, a in map(_rank, self._published()) if tuple(place) == wanted]
+        return f"{name}-{max(attempts) + 1}" if attempts else name
 
     def _prune(self, *, newest: Path) -> None:
         """Remove what is older than the last whole ones; `newest` stays in any case."""
-        whole: set[int] = set()
+        whole: set[tuple[int, ...]] = set()
         for path in reversed(self._published()):
-            step, _ = _step_and_attempt(path)
-            if len(whole) < self._keep and step not in whole:
-                whole |= {step} if self._is_whole(path) else set()
+            place = _rank(path)[:2]
+            if len(whole) < self._keep and place not in whole:
+                whole |= {place} if self._is_whole(path) else set()
             elif path != newest:
                 self._known_whole.discard(path)
                 self._shelf.remove(path)
@@ -216,17 +231,30 @@ class CheckpointStore:
         return path in self._known_whole
 
 
-def _step_and_attempt(path: Path) -> tuple[int, int]:
-    match = _NAME.fullmatch(path.name)
+def _name(step: int, *, generation: int) -> str:
+    return f"step-{step:09d}" + (f"-g{generation}" if generation else "")
+
+
+def _rank(path: Path) -> tuple[int, int, int]:
+    """Return (generation, step, attempt): by this, checkpoints are older or newer.
+
+    The generation comes first, since what a later one has not taken over is void, whatever its
+    step.
+    """
+    return _rank_of(path.name)
+
+
+def _rank_of(name: str) -> tuple[int, int, int]:
+    match = _NAME.fullmatch(name)
     assert match is not None
-    return int(match[1]), int(match[2] or 1)
+    return int(match[2] or 0), int(match[1]), int(match[3] or 1)
 
 
 def _inspect(path: Path) -> tuple[Manifest | None, str]:
     """Return a folder's manifest, or `None` and what is wrong."""
     manifest, problem = inspect_folder(path)
-    if manifest is not None and manifest.step != _step_and_attempt(path)[0]:
-        return None, f"holds the checkpoint of step {manifest.step}"
+    if manifest is not None and (manifest.generation, manifest.step) != _rank(path)[:2]:
+        return None, f"holds the checkpoint {_name(manifest.step, generation=manifest.generation)}"
     return manifest, problem
 
 

@@ -8,10 +8,16 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["Shelf", "make_durable"]
+try:
+    import fcntl
+except ImportError:
+    fcntl = None
+
+__all__ = ["Shelf", "exclusive", "make_durable"]
 
 
 class Shelf:
@@ -59,6 +65,16 @@ class Shelf:
 
     def _part(self, name: str) -> Path:
         return self._folder / f".{name}.{secrets.token_hex(6)}.part"
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Be the only process in a block for this folder, where the system knows file locks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("wb") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed
+        yield
 
 
 def make_durable(folder: Path) -> None:

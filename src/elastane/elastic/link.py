@@ -182,8 +182,7 @@ class Link:
 
     def _follow(self, store: TCPStore) -> None:
         """Take every generation as it comes, until the store is gone."""
-        if self._newest.number > 0 or store.check([protocol.NOW]):
-            self._take(store.get(protocol.NOW))
+        self._take(store.get(protocol.NOW))  # numbers go on from those of an earlier launcher
         while not self._closing.is_set():
             key = protocol.generation_key(self._newest.number + 1)
             store.wait([key])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -335,7 +336,10 @@ class ElasticMembership:
 
     def _leave(self, *, save: bool, code: int = 0) -> NoReturn:
         if save:
-            self._held().save()
+            try:
+                self._held().save()
+            except OSError as error:
+                warnings.warn(f"no checkpoint was written on leaving: {error}", stacklevel=2)
         self._held().left()
         raise WorkerLeft(code)
 
