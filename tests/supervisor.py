@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Condition, Thread
 from typing import Any
+from unittest.mock import patch
 
 from elastic_worker import Options, run
 
@@ -91,10 +92,10 @@ class Supervisor:
                 run_dir=str(self.folder / "run"),
                 **self._launch,
             )
-            environment = {**launch.environment(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            arguments = self.folder, environment, Options(**options)
+            arguments = self.folder, launch.environment(), Options(**options)
             self.processes[worker] = context.Process(target=run, args=arguments)
-            self.processes[worker].start()
+            with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):
+                self.processes[worker].start()
 
     def begin(self, *workers: int, **options: Any) -> Generation:
         """Start workers and let them in as the job's first members."""
@@ -123,9 +124,9 @@ class Supervisor:
         for worker in self.generation.members:
             self.wait_for(Entered, worker=worker, generation=number)
 
-    def wait_ready(self, *workers: int, count: int = 1) -> None:
+    def wait_ready(self, *workers: int, count: int = 1, timeout_s: float = LIMIT_S) -> None:
         for worker in workers:
-            self.wait_for(Ready, worker=worker, count=count)
+            self.wait_for(Ready, worker=worker, count=count, timeout_s=timeout_s)
 
     def wait_for(
         self, kind: type[Message], *, timeout_s: float = LIMIT_S, count: int = 1, **wanted: Any
@@ -198,6 +199,11 @@ class Supervisor:
 
     def log(self, worker: int) -> str:
         return (self.folder / f"worker-{worker}.log").read_text()
+
+    def complaints(self, *workers: int) -> list[str]:
+        """Return what in the workers' logs are errors and warnings of Python."""
+        lines = [line for worker in workers for line in self.log(worker).splitlines()]
+        return [line for line in lines if "Traceback" in line or "Warning:" in line]
 
     def records(self, worker: int, kind: str) -> list[Record]:
         path = self.folder / f"record-{worker}.jsonl"

@@ -278,7 +278,7 @@ def test_an_empty_folder_and_one_with_another_name_are_named(tmp_path):
     (tmp_path / "step-000000001").rename(tmp_path / "step-000000002")
     with pytest.warns(RuntimeWarning) as caught:
         assert store.newest() is None
-    assert [str(one.message).rpartition("step-")[2] for one in caught] == [
+    assert [str(one.message).partition("step-")[2] for one in caught] == [
         f"000000003 has no {MANIFEST_NAME}: the one before is used",
         "000000002 holds the checkpoint step-000000001: there is none before it",
     ]
