@@ -1,0 +1,1 @@
+"""The supervisor: launcher, agents and the coordinator. Imports nothing that trains."""

@@ -1,0 +1,112 @@
+"""The coordinator's side of the store: facts in, orders out, generations, beats.
+
+Knows keys and messages; decides nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import Self, TypeVar
+
+from elastane.launch.link import Store, connect, master_key, serve
+from elastane.protocol import (
+    INBOX,
+    NOW,
+    WORKER_IDS,
+    Beat,
+    Generation,
+    Message,
+    beat_key,
+    generation_key,
+    heartbeat_key,
+    orders_key,
+    parse_fact,
+)
+
+__all__ = ["Desk", "Item"]
+
+Item = Message | Callable[[], None]
+_M = TypeVar("_M", bound=Message)
+
+
+class Desk:
+    """Clients of the store and the thread that takes facts from it, for the length of a block.
+
+    Args:
+        address: HOST:PORT of the store.
+        say: shows a message.
+
+    Attributes:
+        items: facts, and whatever else the coordinator is to do in turn.
+    """
+
+    def __init__(self, address: str, *, say: Callable[[str], None]) -> None:
+        self._address = address
+        self._say = say
+        self._beating: set[int] = set()
+        self._masters: dict[int, Store] = {}
+        self._thread = threading.Thread(target=self._receive, name="elastane inbox", daemon=True)
+        self.items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+
+    def __enter__(self) -> Self:
+        self._store = connect(self._address)
+        self._inbox = connect(self._address)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store.queue_push(INBOX, "")
+        self._thread.join()
+
+    def next_item(self, timeout_s: float) -> Item | None:
+        """Return what came in, or `None` after a while."""
+        try:
+            return self.items.get(timeout=max(timeout_s, 0.0))
+        except queue.Empty:
+            return None
+
+    def show(self, generation: Generation) -> None:
+        """Publish a generation."""
+        text = generation.to_json()
+        self._store.set(generation_key(generation.number), text)
+        self._store.set(NOW, text)
+
+    def order(self, agent: str, message: Message) -> None:
+        """Give an agent an order."""
+        self._store.queue_push(orders_key(agent), message.to_json())
+
+    def note_worker(self, number: int, *, attempt: int) -> None:
+        """Note the last worker id, and open its attempt's own store unless it is open."""
+        self._store.set(WORKER_IDS, str(number))
+        if attempt not in self._masters:
+            self._masters = {attempt: serve(0)}
+            self._store.set(master_key(attempt), str(self._masters[attempt].port))
+
+    def heartbeats(self, agents: Iterable[str]) -> dict[str, int]:
+        """Return the agents' heartbeats."""
+        return {agent: self._store.add(heartbeat_key(agent), 0) for agent in agents}
+
+    def beats(self, workers: Iterable[int]) -> dict[int, Beat]:
+        """Return the newest beats of the workers that have sent any."""
+        asked = list(workers)
+        silent = [w for w in asked if w not in self._beating]
+        self._beating.update(w for w in silent if self._store.check([beat_key(w)]))
+        keys = {w: beat_key(w) for w in asked if w in self._beating}
+        read = {w: self._parsed(Beat.from_json, self._store.get(key)) for w, key in keys.items()}
+        return {w: beat for w, beat in read.items() if beat is not None}
+
+    def _receive(self) -> None:
+        while text := self._inbox.queue_pop(INBOX):
+            fact = self._parsed(parse_fact, text)
+            if fact is not None:
+                self.items.put(fact)
+
+    def _parsed(self, parse: Callable[[bytes], _M], text: bytes) -> _M | None:
+        """Return a message, or `None` if it is none: that must not end the launcher."""
+        try:
+            return parse(text)
+        except (ValueError, KeyError, TypeError) as error:
+            self._say(f"a message was not understood and is passed over: {error}")
+            return None

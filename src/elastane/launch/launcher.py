@@ -1,0 +1,232 @@
+"""Starts a job on this machine, or joins one: puts store, coordinator, agent and console together.
+
+Knows what a command line may ask for; decides nothing, and imports no training code.
+
+    exit code    meaning
+    0            training reached its end, or the job stopped as asked
+    1            the job failed
+    2            the arguments were refused
+    130          killed: SIGINT twice, or `elastane stop --now`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from elastane.errors import ArgumentError, describe
+from elastane.launch.agent import AgentJob, SlotAgent
+from elastane.launch.console import Console
+from elastane.launch.control import ControlServer
+from elastane.launch.coordinator import Coordinator
+from elastane.launch.folder import (
+    LauncherRecord,
+    lock_agent,
+    lock_run,
+    read_launcher,
+    write_launcher,
+)
+from elastane.launch.link import JOB_KEY, connect, parse_address, serve
+from elastane.launch.rendezvous import AgentLine
+from elastane.launch.slots import Slots
+from elastane.protocol import EndAgent
+from elastane.roster import Rules
+
+__all__ = ["RunOptions", "join_job", "parse_workers", "run_job"]
+
+_HEARTBEATS_A_LIMIT = 6
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What `elastane run` was asked for.
+
+    Attributes:
+        command: program and arguments of a worker.
+        name: what a job without a name of its own is called after.
+        rules: what the job keeps to.
+        initial: how many workers are wanted at first, `None` for the most.
+        slots: how many workers this machine may hold, `None` for the most.
+        run_dir: the run's folder, `None` for one of its own under `runs`.
+        job: its name, or `None`.
+        port: of the store, 0 for a free one.
+        orphan_limit_s: seconds without a launcher after which workers end.
+    """
+
+    command: Sequence[str]
+    name: str
+    rules: Rules
+    initial: int | None = None
+    slots: int | None = None
+    run_dir: Path | None = None
+    job: str | None = None
+    port: int = 0
+    orphan_limit_s: float = 300.0
+
+
+def parse_workers(text: str) -> tuple[int, int, int]:
+    """Return the least, most and first number of workers of N or MIN:MAX.
+
+    Raises:
+        ArgumentError: it is neither.
+
+    Example:
+        >>> parse_workers("4"), parse_workers("2:8")
+        ((1, 4, 4), (2, 8, 8))
+    """
+    found = re.fullmatch(r"(?:(\d+):)?(\d+)", text)
+    least, most = (int(found[1] or 1), int(found[2])) if found else (0, 0)
+    if not 1 <= least <= most:
+        rule = "must be N, or MIN:MAX with 1 <= MIN <= MAX"
+        raise ArgumentError(describe("workers", text, rule=rule, way_out="For example 4 or 2:8."))
+    return least, most, most
+
+
+def run_job(options: RunOptions) -> int:
+    """Run a job to its end and return the exit code of the launcher.
+
+    In a folder whose launcher was killed, its workers are adopted and go on.
+
+    Raises:
+        ArgumentError: the folder or the job's name is in use.
+        OSError: the store can't be opened.
+    """
+    run_dir = (options.run_dir or Path("runs") / _new_name(options)).resolve()
+    with lock_run(run_dir), ExitStack() as stack:
+        record = _record(options, run_dir)
+        server = serve(_port_of(record.store) or options.port)
+        record = replace(record, store=f"127.0.0.1:{server.port}")
+        job = _agent_job(options, job=record.job, run_dir=run_dir)
+        server.set(JOB_KEY, json.dumps(asdict(job)))
+        console = stack.enter_context(Console(run_dir))
+        coordinator = Coordinator(
+            address=record.store,
+            run_dir=run_dir,
+            record=record,
+            rules=options.rules,
+            say=console.say,
+        )
+        stack.enter_context(ControlServer(coordinator, job=job.job, run_dir=run_dir))
+        write_launcher(run_dir, replace(record, state="running"))
+        console.say(f"job {job.job}, run folder {run_dir}, store {record.store}")
+        stack.enter_context(coordinator)
+        agent, _ = stack.enter_context(
+            _agent(job, address=record.store, options=options, console=console)
+        )
+        stack.enter_context(_on_signals(end=coordinator.stop, kill=coordinator.kill))
+        agent.run()
+        return agent.code
+
+
+def join_job(address: str, options: RunOptions) -> int:
+    """Give a job that runs elsewhere the workers of this machine; return the exit code.
+
+    Raises:
+        ArgumentError: the address is none.
+        OSError: nobody listens there.
+    """
+    parse_address(address)
+    job = AgentJob(**json.loads(connect(address).get(JOB_KEY)))
+    Path(job.run_dir).mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        console = stack.enter_context(Console(Path(job.run_dir)))
+        agent, kill = stack.enter_context(
+            _agent(job, address=address, options=options, console=console)
+        )
+        console.say(f"job {job.job}: {agent.agent} joined at {address}")
+        stack.enter_context(_on_signals(end=agent.drain, kill=kill))
+        agent.run()
+        return agent.code
+
+
+@contextmanager
+def _agent(
+    job: AgentJob, *, address: str, options: RunOptions, console: Console
+) -> Iterator[tuple[SlotAgent, Callable[[], None]]]:
+    """Open an agent on this machine, and what ends its workers at once."""
+    run_dir = Path(job.run_dir)
+    with (
+        lock_agent(run_dir, host=socket.gethostname()) as name,
+        Slots(run_dir, command=options.command) as slots,
+        AgentLine(
+            agent=name,
+            address=address,
+            heartbeat_s=job.heartbeat_limit_s / _HEARTBEATS_A_LIMIT,
+            orphan_limit_s=job.orphan_limit_s,
+            on_event=slots.wake,
+        ) as line,
+    ):
+
+        def kill() -> None:
+            line.events.put(EndAgent(code=130))
+            slots.wake()
+
+        num_slots = options.slots or job.max_workers
+        yield (
+            SlotAgent(line=line, slots=slots, num_slots=num_slots, job=job, console=console),
+            kill,
+        )
+
+
+@contextmanager
+def _on_signals(*, end: Callable[[], object], kill: Callable[[], object]) -> Iterator[None]:
+    """End the job on a signal, and kill it on the second SIGINT, for the length of a block."""
+    seen: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        seen.append(number)
+        again = len(seen) > 1 and number == signal.SIGINT
+        (kill if again else end)()
+
+    before = {number: signal.signal(number, handle) for number in _ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _record(options: RunOptions, run_dir: Path) -> LauncherRecord:
+    """Return what is known from an earlier launcher of this folder, or a fresh record."""
+    target = options.initial or options.rules.max_workers
+    earlier = read_launcher(run_dir)
+    job = options.job or (earlier.job if earlier else run_dir.name)
+    fresh = LauncherRecord(job=job, pid=os.getpid(), store="", target=target)
+    if earlier is None:
+        return fresh
+    if earlier.state != "running":
+        return replace(fresh, worker_ids=earlier.worker_ids)
+    rules = options.rules
+    kept = min(max(earlier.target, rules.min_workers), rules.max_workers)
+    return replace(earlier, job=job, pid=os.getpid(), target=kept)
+
+
+def _port_of(store: str) -> int:
+    return parse_address(store)[1] if store else 0
+
+
+def _agent_job(options: RunOptions, *, job: str, run_dir: Path) -> AgentJob:
+    return AgentJob(
+        job=job,
+        run_dir=str(run_dir),
+        max_workers=options.rules.max_workers,
+        heartbeat_limit_s=options.rules.heartbeat_limit_s,
+        orphan_limit_s=options.orphan_limit_s,
+    )
+
+
+def _new_name(options: RunOptions) -> str:
+    """Return a name that no earlier run here has: the script's, and the time."""
+    if options.job:
+        return options.job
+    stem = re.sub(r"[^\w.-]+", "-", options.name).strip(".-") or "job"
+    return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
