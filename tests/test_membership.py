@@ -92,7 +92,7 @@ class Job:
         for w in workers:
             self.fold(Exited(agent="here", worker=w, code=code, message=message))
 
-    def beat(self, *workers, count=None, arrived=5, step=5, paused=""):
+    def beat(self, *workers, count=None, arrived=5, step=5, paused="", doing="train"):
         beats = {
             w: Beat(
                 count=count if count is not None else int(self.time * 100) + 1,
@@ -100,6 +100,7 @@ class Job:
                 step=step,
                 arrived=arrived[w] if isinstance(arrived, dict) else arrived,
                 paused=paused,
+                doing=doing[w] if isinstance(doing, dict) else doing,
             )
             for w in workers
         }
@@ -839,3 +840,25 @@ def test_orders_travel_as_json():
         EndAgent(code=1),
     ):
         assert parse_order(order.to_json()) == order
+
+
+def test_a_job_fails_with_the_reason_when_some_evaluate_in_the_turn_in_which_others_train():
+    job = training(3)
+    split = {1: "evaluate", 2: "train", 3: "evaluate"}
+    for _ in range(20):
+        job.pass_time(0.6, doing=split, arrived=7)
+        assert job.act() is None
+    verdict = job.verdict()
+    assert verdict.state == "failed"
+    assert "workers 1 and 3: evaluate while worker 2: train" in verdict.reason
+    assert "result.crossed" in verdict.reason
+
+
+def test_members_that_evaluate_one_after_the_other_are_not_at_odds():
+    job = training(2)
+    split = {1: "evaluate", 2: "train"}
+    for _ in range(20):
+        job.pass_time(0.6, doing=split, arrived={1: 6, 2: 7})
+        job.act()
+        assert job.verdict() is None
+        job.pass_time(0.1, doing="evaluate", arrived=7)

@@ -181,6 +181,7 @@ class Roster:
         broken_step: `best_step` when the last one was told to meet again.
         best_step: most committed steps ever seen.
         step_at_start: `best_step` at the newest generation that began from nothing.
+        divided: since when some members evaluate in the turn in which others train, or `None`.
         fruitless: deaths of everybody in a row without a step.
         failures: sentences on workers that ended badly, newest last.
     """
@@ -202,6 +203,7 @@ class Roster:
     broken_step: int = -1
     best_step: int = 0
     step_at_start: int = 0
+    divided: float | None = None
     fruitless: int = 0
     failures: tuple[str, ...] = ()
 

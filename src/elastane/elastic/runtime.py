@@ -40,6 +40,12 @@ T = TypeVar("T")
 
 _LOOK_AROUND_S = 1.0
 EXIT_ORPHANED = 75
+EXIT_LEFT_BEHIND = 76
+_ORPHANED = "there is no launcher any more: this worker writes a checkpoint and ends"
+_LEFT_BEHIND = (
+    "the others went on without this worker while it was in session.evaluate: it ends, and another "
+    "takes its place"
+)
 
 
 class WorkerLeft(SystemExit):
@@ -132,8 +138,8 @@ class ElasticMembership:
     def recover(self, why: str) -> bool:  # noqa: ARG002
         """Regroup with whoever is left; say whether others had ended the turn."""
         begun = self._turns
-        self._regroup(evaluating=False)
-        return self._turns > begun
+        stayed = self._regroup(evaluating=False)
+        return stayed and self._turns > begun
 
     def together(self, work: Callable[[], T]) -> T:
         """Return what a turn comes to, also if others ended it; alone before this worker is in."""
@@ -184,17 +190,23 @@ class ElasticMembership:
 
     # Regrouping ------------------------------------------------------------------------------
 
-    def _regroup(self, *, evaluating: bool) -> None:
+    def _regroup(self, *, evaluating: bool) -> bool:
         """Leave the group, and enter generations until one holds.
 
         Args:
             evaluating: whether an evaluation is started over afterwards, in which newcomers
                 can't take part.
+
+        Returns:
+            Whether this worker was in all along. One that was left behind comes back as a
+            newcomer: it has missed turns, and the others have done with the last one's outcome.
         """
+        stayed = self._is_current
         planned, self._switch_agreed = self._switch_agreed, False
         self._leave_group(at_once=not planned)
         while True:
-            generation = self._next_generation(planned=planned)
+            generation = self._next_generation(planned=planned, evaluating=evaluating)
+            stayed = stayed and self._is_current
             planned = False
             try:
                 is_whole = self._enter(generation, evaluating=evaluating)
@@ -202,27 +214,31 @@ class ElasticMembership:
                 why = str(error)
             else:
                 self._switch_agreed = not is_whole
-                return
+                return stayed
             self._leave_group()
             self._tried = generation.number
             if self._link.newest.number == generation.number:
                 self._complain(why)
 
-    def _next_generation(self, *, planned: bool) -> Generation:
+    def _next_generation(self, *, planned: bool, evaluating: bool) -> Generation:
         """Wait for a generation to enter; leave the process if this worker is dismissed."""
         worker, expects_one = self._launch.worker, self._is_current
         while True:
             generation = self._link.wait_newer(self._tried, timeout_s=_LOOK_AROUND_S)
             if generation is None:
                 if self._link.orphaned:
+                    warnings.warn(_ORPHANED, stacklevel=2)
                     self._leave(save=self._is_current, code=EXIT_ORPHANED)
                 if expects_one:
                     self._complain("the group broke, or all agreed to leave it")
-            elif not generation.members or worker in self._link.dismissed:
-                stopping = not generation.members
+            elif generation.cause == "stop" or worker in self._link.dismissed:
+                nobody_stays = not generation.members
                 may_save = self.world.rank == 0 if planned else self._is_current
-                self._leave(save=stopping and may_save)
+                self._leave(save=nobody_stays and may_save)
             elif worker not in generation.members:
+                if evaluating:
+                    warnings.warn(_LEFT_BEHIND, stacklevel=2)
+                    self._leave(save=False, code=EXIT_LEFT_BEHIND)
                 self._tried, self._is_current, expects_one = generation.number, False, False
                 self._link.tell(Ready(worker=worker))
             elif generation.go:

@@ -84,7 +84,12 @@ def hear_workers(roster: Roster, beats: Mapping[int, Beat], *, time: float) -> R
         last = time if beat.count != worker.beat.count else worker.heard
         workers[number] = replace(worker, beat=beat, heard=last, behind=behind)
     best = max(roster.best_step, *(beat.step for beat in heard.values()))
-    return replace(roster, workers=workers, best_step=best)
+    together = [b.doing for b in heard.values() if (b.generation, b.arrived) == (newest, furthest)]
+    whole = newest > 0 and len(together) == sum(b.generation == newest for b in heard.values())
+    divided = None
+    if whole and len(set(together)) > 1:
+        divided = time if roster.divided is None else roster.divided
+    return replace(roster, workers=workers, best_step=best, divided=divided)
 
 
 def hear_agents(roster: Roster, counts: Mapping[str, int], *, time: float) -> Roster:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elastane.launch.facts import restart_delay_s
+from elastane.membership import name_workers
 from elastane.protocol import Generation
 from elastane.roster import Roster, Rules, is_present, live_workers, of_attempt, places_of
 
@@ -93,9 +94,25 @@ def _hopeless(now: Generation, roster: Roster, *, rules: Rules, time: float) -> 
         return f"all workers were started anew {roster.restarts} times and died again"
     if stuck and roster.fruitless + 1 >= rules.max_fruitless:
         return f"all workers died {rules.max_fruitless} times without a step in between"
+    if roster.divided is not None and time - roster.divided > rules.hang_limit_s:
+        return _division(roster)
     if roster.num_broken >= rules.max_broken:
         return f"the process group broke {roster.num_broken} times in a row without a step"
     return None
+
+
+def _division(roster: Roster) -> str:
+    doing: dict[str, list[int]] = {}
+    for worker in roster.workers.values():
+        if worker.entered and not worker.exited:
+            doing.setdefault(worker.beat.doing, []).append(worker.worker)
+    groups = " while ".join(f"{name_workers(who)}: {what}" for what, who in doing.items())
+    return (
+        f"the workers wait for each other in different places ({groups}): all must call "
+        "session.evaluate at the same step, so decide on it by the step's result alone "
+        "(`if result.crossed(100):`), not by a counter or a clock of the script's own, which "
+        "differ on a worker that has joined"
+    )
 
 
 def _sessionless_end(roster: Roster) -> Verdict | None:
