@@ -236,14 +236,14 @@ def train(
         if num_made + 1 == options.nan_at and not is_poisoned:
             loss = loss * float("nan")
             is_poisoned = session.is_last_micro_batch
+        is_last = session.is_last_micro_batch
+        if is_last and not session.warming:  # before backward, in which others get the gradients
+            generation = session.world.generation
+            recorder.write("dealt", generation=generation, start=session.position, seen=seen)
         if options.plain_backward:
             loss.backward()
         else:
             session.backward(loss)
-        is_last = session.is_last_micro_batch
-        if is_last and not session.warming:
-            generation = session.world.generation
-            recorder.write("dealt", generation=generation, start=session.position, seen=seen)
         result = session.step()
         seen = [] if is_last else seen
         if result is None:

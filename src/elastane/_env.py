@@ -12,7 +12,7 @@ __all__ = [
     "elastic_launch",
     "launch",
     "runtime_dir",
-    "threads_of_workers",
+    "worker_defaults",
 ]
 
 
@@ -85,6 +85,11 @@ def runtime_dir() -> Path | None:
     return Path(folder) if folder else None
 
 
-def threads_of_workers() -> str:
-    """Return how many OpenMP threads a worker may have: what was asked for, else 1."""
-    return os.environ.get("OMP_NUM_THREADS", "1")
+def worker_defaults() -> dict[str, str]:
+    """Return what a worker's environment holds unless it is set already.
+
+    One OpenMP thread, as under torchrun. And no C++ warnings: torch writes a page of them whenever
+    a connection ends that an elastic job ends on purpose.
+    """
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}

@@ -239,9 +239,9 @@ class SlotAgent(LocalElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": 0,
             "TORCHELASTIC_RUN_ID": self._job.job,
             "TORCHELASTIC_USE_AGENT_STORE": True,
-            "OMP_NUM_THREADS": _env.threads_of_workers(),
         }
-        return own.environment() | {name: str(value) for name, value in torchrun.items()}
+        own_names = own.environment() | _env.worker_defaults()
+        return own_names | {name: str(value) for name, value in torchrun.items()}
 
 
 def _taken(events: queue.SimpleQueue[Event]) -> list[Event]:
