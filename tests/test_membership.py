@@ -862,3 +862,14 @@ def test_members_that_evaluate_one_after_the_other_are_not_at_odds():
         job.act()
         assert job.verdict() is None
         job.pass_time(0.1, doing="evaluate", arrived=7)
+
+
+def test_a_worker_that_is_done_may_take_its_time_before_it_exits():
+    job = training(2)
+    job.fold(Done(worker=1, step=9))
+    job.fold(Done(worker=2, step=9))
+    for _ in range(100):
+        job.pass_time(1.0, silent=(1, 2))
+        job.act()
+    assert not [order for order in job.orders if isinstance(order, End)]
+    assert job.verdict() is None

@@ -102,6 +102,8 @@ class ElasticMembership:
             stack.enter_context(_on_sigterm(self._ask_to_leave))
             stack.enter_context(self._link.connected())
             yield
+            if self._members and not self._is_over:  # left by `break`, on all workers at once
+                self._tell_end()
 
     def rehearsed(self) -> None:
         """Say that this worker is ready, wait until it is let in, and go in."""

@@ -107,7 +107,8 @@ def _reason_to_end(
         return _END_GRACE_S if roster.spoke else rules.stop_grace_s
     if worker.dismissed and not is_member:
         return _END_GRACE_S if time - settled > grace_s else None
-    if worker.spoke and time - worker.heard > 2 * rules.hang_limit_s:
+    silent = worker.spoke and not worker.done  # after its session a script may take its time
+    if silent and time - worker.heard > 2 * rules.hang_limit_s:
         return 0.0
     if worker.evicted is not None and time - worker.evicted > rules.hang_limit_s:
         return 0.0
