@@ -701,7 +701,7 @@ def test_status_of_one_word_is_enough():
         assert "–" in succeed("status")
 
 
-@pytest.mark.parametrize("state", ["finished", "failed"])
+@pytest.mark.parametrize("state", ["finished", "stopped", "failed"])
 def test_watching_ends_with_the_job(state):
     with served(controller=Launched(state=state)):
         text = succeed("status", "--watch")

@@ -243,7 +243,7 @@ def test_a_signal_stops_the_job_as_agreed(run, number):
     last = newest_generation(run.run_dir)
     assert (last.members, last.cause, set(last.dismissed)) == ((), "stop", {1, 2})
     assert not any(is_alive(pid) for pid in before.values())
-    assert read_launcher(run.run_dir).state == "finished"
+    assert read_launcher(run.run_dir).state == "stopped"
 
 
 @processes

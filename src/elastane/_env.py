@@ -10,6 +10,7 @@ __all__ = [
     "ElasticLaunch",
     "Launch",
     "elastic_launch",
+    "gloo_interface",
     "launch",
     "runtime_dir",
     "worker_defaults",
@@ -83,6 +84,11 @@ def runtime_dir() -> Path | None:
     """Return the folder that the system set aside for this user's sockets, if it says so."""
     folder = os.environ.get("XDG_RUNTIME_DIR")
     return Path(folder) if folder else None
+
+
+def gloo_interface() -> str | None:
+    """Return the network interface that process groups were told to use, if they were."""
+    return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
 def worker_defaults() -> dict[str, str]:

@@ -5,6 +5,7 @@ Changes nothing outside: no file, no process, no group.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,13 @@ class Parts:
             yield
 
 
+_NOT_IN_PLACE = (
+    "the model has SyncBatchNorm, which waits for the other workers in forward: when one dies, the "
+    "others fail in your code, and all start again from the last checkpoint; BatchNorm's statistics "
+    "are merged at a change and need no SyncBatchNorm"
+)
+
+
 def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
     """Return the parts of a session.
 
@@ -110,6 +118,8 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         membership = FixedMembership(wrapping, world=world)
     else:
         membership = ElasticMembership(wrapping, launch=launch)
+        if replica.communicates_in_forward(model):
+            warnings.warn(_NOT_IN_PLACE, stacklevel=4)
     run = {
         "num_samples": feed.num_samples,
         "base_batch_size": given["base_batch_size"],

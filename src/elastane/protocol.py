@@ -8,6 +8,7 @@ Plain values and their JSON. Knows nothing of torch, processes or decisions.
     inbox                queue of facts                                    workers, agents
     orders/<agent>       queue of orders                                   coordinator
     heartbeat/<agent>    a counter                                         agent
+    released/<agent>     there once the agent has no more to do            launcher
     beat/<worker>        a worker's beat: where it stands                  its watcher thread
     meeting/<n>          how many members of generation n have arrived     members
     group/<n>/...        addresses of generation n's process group         members
@@ -48,6 +49,7 @@ __all__ = [
     "orders_key",
     "parse_fact",
     "parse_order",
+    "released_key",
 ]
 
 NOW = "now"
@@ -68,6 +70,11 @@ def orders_key(agent: str) -> str:
 def heartbeat_key(agent: str) -> str:
     """Return the key of an agent's heartbeat."""
     return f"heartbeat/{agent}"
+
+
+def released_key(agent: str) -> str:
+    """Return the key that says that an agent has no more to do."""
+    return f"released/{agent}"
 
 
 def beat_key(worker: int) -> str:

@@ -27,7 +27,7 @@ _JOB_HELP = (
 _REDRAW_S = 1.0
 _BETWEEN_GLANCES_S = 0.5
 _GLANCE_LIMIT_S = 2.0
-_ENDED = ("finished", "failed")
+_ENDED = ("finished", "stopped", "failed")
 
 
 @click.command(epilog=_JOB_HELP)

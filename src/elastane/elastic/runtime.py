@@ -179,6 +179,7 @@ class ElasticMembership:
             self._paused = before
 
     def _forget(self) -> None:
+        gc.unfreeze()
         self._leave_group()
         self._trainee = None
 

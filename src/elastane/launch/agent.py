@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from elastane import _env
+from elastane.launch.addresses import interface_to
 from elastane.launch.console import Console
 from elastane.launch.folder import log_paths, read_agent, tail_of, write_agent
 from elastane.launch.link import LOST, master_key, parse_address
@@ -82,7 +83,7 @@ class SlotAgent(LocalElasticAgent):
         handler = StoreRendezvous(line, job=job.job, register=self._register)
         spec = WorkerSpec(
             role="worker",
-            local_world_size=num_slots,
+            local_world_size=max(num_slots, 1),  # torch knows no agent without workers
             rdzv_handler=handler,
             entrypoint="elastane",
             max_restarts=0,
@@ -240,8 +241,17 @@ class SlotAgent(LocalElasticAgent):
             "TORCHELASTIC_RUN_ID": self._job.job,
             "TORCHELASTIC_USE_AGENT_STORE": True,
         }
-        own_names = own.environment() | _env.worker_defaults()
+        own_names = own.environment() | _env.worker_defaults() | _interface_to(host)
         return own_names | {name: str(value) for name, value in torchrun.items()}
+
+
+def _interface_to(host: str) -> dict[str, str]:
+    """Return what has process groups listen where the other machines are, unless it is set.
+
+    Gloo would listen on the address of this machine's name, which may be the loopback's.
+    """
+    interface = None if _env.gloo_interface() else interface_to(host)
+    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
 
 
 def _taken(events: queue.SimpleQueue[Event]) -> list[Event]:

@@ -22,7 +22,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(slots=True, kw_only=True)
 class _Log:
-    worker: int
+    worker: int | None
     path: Path
     is_error: bool
     file: BinaryIO | None = None
@@ -74,6 +74,15 @@ class Console:
             self._logs.append(_Log(worker=worker, path=out, is_error=False, skip=from_end))
             self._logs.append(_Log(worker=worker, path=err, is_error=True, skip=from_end))
 
+    def follow_file(self, path: Path) -> None:
+        """Show what is added to a file from now on; its lines say themselves whose they are."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        log = _Log(worker=None, path=path, is_error=False, skip=True)
+        with self._lock:
+            _read(log)  # opens it
+            self._logs.append(log)
+
     def leave(self, worker: int) -> None:
         """Show the rest of an ended worker's logs and then no more."""
         with self._lock:
@@ -96,7 +105,7 @@ class Console:
             lines, log.rest = [*lines, *([log.rest] if log.rest else [])], b""
             if log.file is not None:
                 log.file.close()
-        prefix = f"[worker {log.worker}] "
+        prefix = "" if log.worker is None else f"[worker {log.worker}] "
         text = "".join(f"{prefix}{line.decode(errors='replace')}\n" for line in lines)
         _write(self._err if log.is_error else self._out, text)
 

@@ -5,7 +5,6 @@ Knows when to look, when to act and when to go; nothing of what is decided.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import traceback
@@ -152,10 +151,9 @@ class Coordinator:
         """Have all agents end, and wait a little until those on other machines know."""
         code = 1 if self._job.verdict is None else self._job.verdict.code
         grace_s = 0.0 if code == 130 else _END_GRACE_S
-        agents = self._job.roster.agents
-        for agent in agents:
+        others = self._job.agents_elsewhere()
+        for agent in self._job.roster.agents:
             self._desk.order(agent, EndAgent(grace_s=grace_s, code=code))
-        others = {a.agent for a in agents.values() if a.pid != os.getpid()}
         deadline = time.monotonic() + _FAREWELL_S + grace_s
         while others - self._farewells and time.monotonic() < deadline:
             self._take(_TICK_S)

@@ -6,6 +6,8 @@ Knows the store's desk, the run folder and the clock; runs on one thread. What i
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +38,7 @@ from elastane.protocol import (
     Message,
     StartWorker,
 )
-from elastane.roster import Roster, Rules, places_of
+from elastane.roster import Roster, Rules, is_lost, places_of
 
 __all__ = ["Decider"]
 
@@ -151,6 +153,13 @@ class Decider:
             self.verdict = verdict
             self._say(f"{verdict.state}: {verdict.reason}")
             self._keep(state=verdict.state)
+
+    def agents_elsewhere(self) -> set[str]:
+        """Return the agents of other processes that are there, as far as anybody knows."""
+        own, known = (socket.gethostname(), os.getpid()), self.roster.agents.values()
+        time = self._clock.now()
+        here = [a for a in known if not (a.dismissed or is_lost(a, rules=self._rules, time=time))]
+        return {agent.agent for agent in here if (agent.host, agent.pid) != own}
 
     def take_up(self) -> list[int]:
         """Go on from the newest generation of an earlier launcher; return who is there."""

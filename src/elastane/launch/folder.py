@@ -131,16 +131,28 @@ def lock_run(run_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def lock_agent(run_dir: Path, *, host: str) -> Iterator[str]:
-    """Take the first free agent id of this host for the length of a block, and return it."""
+def lock_agent(run_dir: Path, *, host: str, agent: str | None = None) -> Iterator[str]:
+    """Take an agent id for the length of a block, and return it.
+
+    Args:
+        run_dir: the run's folder.
+        host: whose first free id is taken if none is given.
+        agent: the id to take.
+
+    Raises:
+        ArgumentError: an agent with the given id lives.
+    """
     folder = run_dir / "agents"
     folder.mkdir(parents=True, exist_ok=True)
-    number, agent = 1, host
-    while (lock := _try_lock(folder / f"{agent}.lock")) is None:
+    number, name = 1, agent or host
+    while (lock := _try_lock(folder / f"{name}.lock")) is None:
+        if agent is not None:
+            rule, way_out = "this agent of the job lives", "It goes on; no second one is needed."
+            raise ArgumentError(describe("agent", agent, rule=rule, way_out=way_out))
         number += 1
-        agent = f"{host}-{number}"
+        name = f"{host}-{number}"
     try:
-        yield agent
+        yield name
     finally:
         os.close(lock)
 

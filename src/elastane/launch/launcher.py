@@ -16,13 +16,15 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
 from elastane.errors import ArgumentError, describe
+from elastane.launch.addresses import address_for, is_loopback, outward_address
 from elastane.launch.agent import AgentJob, SlotAgent
 from elastane.launch.console import Console
 from elastane.launch.control import ControlServer
@@ -34,43 +36,24 @@ from elastane.launch.folder import (
     read_launcher,
     write_launcher,
 )
+from elastane.launch.hosts import HostsJob, HostsWatcher
+from elastane.launch.hosts_plan import PlanRules
+from elastane.launch.jobs import LAUNCHER_NAME
+from elastane.launch.lifeline import Lifeline
 from elastane.launch.link import JOB_KEY, connect, parse_address, serve
+from elastane.launch.options import RunOptions
 from elastane.launch.rendezvous import AgentLine
 from elastane.launch.slots import Slots
+from elastane.launch.ssh import Reach, is_local
 from elastane.protocol import EndAgent
-from elastane.roster import Rules
 
-__all__ = ["RunOptions", "join_job", "parse_workers", "run_job"]
+__all__ = ["join_job", "parse_workers", "run_job"]
 
 _HEARTBEATS_A_LIMIT = 6
+_END_GRACE_S = 5.0
+_HERE = "127.0.0.1"
+_ENDING_STATES = ("stopping", "finished", "stopped", "failed")
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """What `elastane run` was asked for.
-
-    Attributes:
-        command: program and arguments of a worker.
-        name: what a job without a name of its own is called after.
-        rules: what the job keeps to.
-        initial: how many workers are wanted at first, `None` for the most.
-        slots: how many workers this machine may hold, `None` for the most.
-        run_dir: the run's folder, `None` for one of its own under `runs`.
-        job: its name, or `None`.
-        port: of the store, 0 for a free one.
-        orphan_limit_s: seconds without a launcher after which workers end.
-    """
-
-    command: Sequence[str]
-    name: str
-    rules: Rules
-    initial: int | None = None
-    slots: int | None = None
-    run_dir: Path | None = None
-    job: str | None = None
-    port: int = 0
-    orphan_limit_s: float = 300.0
 
 
 def parse_workers(text: str) -> tuple[int, int, int]:
@@ -97,19 +80,19 @@ def run_job(options: RunOptions) -> int:
     In a folder whose launcher was killed, its workers are adopted and go on.
 
     Raises:
-        ArgumentError: the folder or the job's name is in use.
+        ArgumentError: the folder, the job's name or the port is in use.
         OSError: the store can't be opened.
     """
     run_dir = (options.run_dir or Path("runs") / _new_name(options)).resolve()
     with lock_run(run_dir), ExitStack() as stack:
         record = _record(options, run_dir)
-        server = serve(_port_of(record.store) or options.port)
-        record = replace(record, store=f"127.0.0.1:{server.port}")
+        server = serve(_port(record, asked=options.port))
+        record = replace(record, store=_join(_advertised(options), server.port))
         job = _agent_job(options, job=record.job, run_dir=run_dir)
         server.set(JOB_KEY, json.dumps(asdict(job)))
         console = stack.enter_context(Console(run_dir))
         coordinator = Coordinator(
-            address=record.store,
+            address=_join(_HERE, server.port),
             run_dir=run_dir,
             record=record,
             rules=options.rules,
@@ -117,11 +100,15 @@ def run_job(options: RunOptions) -> int:
         )
         stack.enter_context(ControlServer(coordinator, job=job.job, run_dir=run_dir))
         write_launcher(run_dir, replace(record, state="running"))
-        console.say(f"job {job.job}, run folder {run_dir}, store {record.store}")
+        console.say(f"job {job.job}, run folder {run_dir}, {_joinable(record.store)}")
         stack.enter_context(coordinator)
         agent, _ = stack.enter_context(
             _agent(job, address=record.store, options=options, console=console)
         )
+        if options.hosts is not None:
+            stack.enter_context(
+                _watcher(options, record=record, coordinator=coordinator, console=console)
+            )
         stack.enter_context(_on_signals(end=coordinator.stop, kill=coordinator.kill))
         agent.run()
         return agent.code
@@ -131,7 +118,7 @@ def join_job(address: str, options: RunOptions) -> int:
     """Give a job that runs elsewhere the workers of this machine; return the exit code.
 
     Raises:
-        ArgumentError: the address is none.
+        ArgumentError: the address is none, or the agent of this id lives.
         OSError: nobody listens there.
     """
     parse_address(address)
@@ -139,11 +126,14 @@ def join_job(address: str, options: RunOptions) -> int:
     Path(job.run_dir).mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         console = stack.enter_context(Console(Path(job.run_dir)))
-        agent, kill = stack.enter_context(
+        agent, end = stack.enter_context(
             _agent(job, address=address, options=options, console=console)
         )
+        if options.lifeline:
+            lifeline = Lifeline(agent=agent.agent, address=address, on_end=lambda: end(0))
+            stack.enter_context(lifeline)
         console.say(f"job {job.job}: {agent.agent} joined at {address}")
-        stack.enter_context(_on_signals(end=agent.drain, kill=kill))
+        stack.enter_context(_on_signals(end=agent.drain, kill=lambda: end(130)))
         agent.run()
         return agent.code
 
@@ -151,11 +141,13 @@ def join_job(address: str, options: RunOptions) -> int:
 @contextmanager
 def _agent(
     job: AgentJob, *, address: str, options: RunOptions, console: Console
-) -> Iterator[tuple[SlotAgent, Callable[[], None]]]:
-    """Open an agent on this machine, and what ends its workers at once."""
-    run_dir = Path(job.run_dir)
+) -> Iterator[tuple[SlotAgent, Callable[[int], None]]]:
+    """Open an agent on this machine, and what ends it with a code; 130 kills its workers."""
+    run_dir, host = Path(job.run_dir), socket.gethostname()
+    # The launcher's own agent leaves its machine's name to one that the file of hosts asks for.
+    host = host if options.hosts is None else f"launcher@{host}"
     with (
-        lock_agent(run_dir, host=socket.gethostname()) as name,
+        lock_agent(run_dir, host=host, agent=options.agent) as name,
         Slots(run_dir, command=options.command) as slots,
         AgentLine(
             agent=name,
@@ -166,15 +158,54 @@ def _agent(
         ) as line,
     ):
 
-        def kill() -> None:
-            line.events.put(EndAgent(code=130))
+        def end(code: int) -> None:
+            line.events.put(EndAgent(code=code, grace_s=0.0 if code else _END_GRACE_S))
             slots.wake()
 
-        num_slots = options.slots or job.max_workers
+        num_slots = job.max_workers if options.slots is None else options.slots
+        if options.hosts is not None:
+            num_slots = 0
         yield (
             SlotAgent(line=line, slots=slots, num_slots=num_slots, job=job, console=console),
-            kill,
+            end,
         )
+
+
+def _watcher(
+    options: RunOptions, *, record: LauncherRecord, coordinator: Coordinator, console: Console
+) -> HostsWatcher:
+    """Return what keeps agents on the machines of the file of hosts."""
+    given = options.hosts
+    assert given is not None
+    run_dir = Path(coordinator.status()["run_dir"])
+    reach = Reach(
+        store=record.store,
+        script=options.script,
+        folder=Path.cwd(),
+        python=given.python or sys.executable,
+        own_python=sys.executable,
+        ssh=given.ssh,
+        prepare=given.prepare,
+    )
+    rules = PlanRules(
+        silence_limit_s=options.rules.heartbeat_limit_s, prepares=given.prepare is not None
+    )
+    job = HostsJob(
+        job=record.job,
+        run_dir=run_dir,
+        address=_join(_HERE, parse_address(record.store)[1]),
+        default_slots=given.default_slots,
+        reach=reach,
+        rules=rules,
+    )
+    return HostsWatcher(
+        given.path,
+        job=job,
+        hosts=given.hosts,
+        is_over=lambda: coordinator.status()["state"] in _ENDING_STATES,
+        say=console.say,
+        follow=console.follow_file,
+    )
 
 
 @contextmanager
@@ -210,8 +241,36 @@ def _record(options: RunOptions, run_dir: Path) -> LauncherRecord:
     return replace(earlier, job=job, pid=os.getpid(), target=kept)
 
 
-def _port_of(store: str) -> int:
-    return parse_address(store)[1] if store else 0
+def _port(record: LauncherRecord, *, asked: int) -> int:
+    """Return the port of the store: the one at which workers that live on look for it.
+
+    Raises:
+        ArgumentError: another one was asked for.
+    """
+    known = parse_address(record.store)[1] if record.store else 0
+    if asked and known and asked != known:
+        rule = f"the job of this folder is at port {known}, where its workers look for it"
+        way_out = f"Leave it out. If none of them lives, remove {LAUNCHER_NAME} from the folder."
+        raise ArgumentError(describe("port", asked, rule=rule, way_out=way_out))
+    return known or asked
+
+
+def _advertised(options: RunOptions) -> str:
+    """Return the address under which all machines reach the store."""
+    if options.advertise is not None or options.hosts is None:
+        return options.advertise or _HERE
+    remote = [host.name for host in options.hosts.hosts if not is_local(host.name)]
+    return address_for(remote) if remote else _HERE
+
+
+def _joinable(store: str) -> str:
+    host, port = parse_address(store)
+    outward = outward_address() if is_loopback(host) else host
+    return f"others --join {_join(outward, port)}"
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _agent_job(options: RunOptions, *, job: str, run_dir: Path) -> AgentJob:

@@ -64,7 +64,7 @@ def judge(now: Generation, roster: Roster, *, rules: Rules, time: float) -> Verd
     if roster.stopping:
         if live:
             return None
-        return Verdict(code=0, state="finished", reason="stopped as asked")
+        return Verdict(code=0, state="stopped", reason="stopped as asked")
     if roster.over:
         return None if live else _finish(roster)
     hopeless = _hopeless(now, roster, rules=rules, time=time)
