@@ -64,8 +64,8 @@ class Parts:
 
 _NOT_IN_PLACE = (
     "the model has SyncBatchNorm, which waits for the other workers in forward: when one dies, the "
-    "others fail in your code, and all start again from the last checkpoint; BatchNorm's statistics "
-    "are merged at a change and need no SyncBatchNorm"
+    "others fail in your code, and all start again from the last checkpoint; with BatchNorm they "
+    "go on in place, and its statistics are merged at each change"
 )
 
 

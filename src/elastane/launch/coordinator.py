@@ -78,6 +78,10 @@ class Coordinator:
         """Return what `elastane status` shows."""
         return self._job.status()
 
+    def is_over(self) -> bool:
+        """Return whether the job has ended, or was asked to."""
+        return self._job.roster.stopping or self._job.verdict is not None
+
     def scale(self, n: int, worker: int | None = None) -> str:
         """Have `n` workers from now on; a named worker leaves first.
 

@@ -16,7 +16,6 @@ import os
 import re
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -24,7 +23,6 @@ from datetime import datetime
 from pathlib import Path
 
 from elastane.errors import ArgumentError, describe
-from elastane.launch.addresses import address_for, is_loopback, outward_address
 from elastane.launch.agent import AgentJob, SlotAgent
 from elastane.launch.console import Console
 from elastane.launch.control import ControlServer
@@ -36,23 +34,18 @@ from elastane.launch.folder import (
     read_launcher,
     write_launcher,
 )
-from elastane.launch.hosts import HostsJob, HostsWatcher
-from elastane.launch.hosts_plan import PlanRules
-from elastane.launch.jobs import LAUNCHER_NAME
 from elastane.launch.lifeline import Lifeline
 from elastane.launch.link import JOB_KEY, connect, parse_address, serve
+from elastane.launch.machines import advertised, joinable, local, port_of, watcher
 from elastane.launch.options import RunOptions
 from elastane.launch.rendezvous import AgentLine
 from elastane.launch.slots import Slots
-from elastane.launch.ssh import Reach, is_local
 from elastane.protocol import EndAgent
 
 __all__ = ["join_job", "parse_workers", "run_job"]
 
 _HEARTBEATS_A_LIMIT = 6
 _END_GRACE_S = 5.0
-_HERE = "127.0.0.1"
-_ENDING_STATES = ("stopping", "finished", "stopped", "failed")
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -86,13 +79,13 @@ def run_job(options: RunOptions) -> int:
     run_dir = (options.run_dir or Path("runs") / _new_name(options)).resolve()
     with lock_run(run_dir), ExitStack() as stack:
         record = _record(options, run_dir)
-        server = serve(_port(record, asked=options.port))
-        record = replace(record, store=_join(_advertised(options), server.port))
+        server = serve(port_of(record, asked=options.port))
+        record = replace(record, store=advertised(options, port=server.port))
         job = _agent_job(options, job=record.job, run_dir=run_dir)
         server.set(JOB_KEY, json.dumps(asdict(job)))
         console = stack.enter_context(Console(run_dir))
         coordinator = Coordinator(
-            address=_join(_HERE, server.port),
+            address=local(server.port),
             run_dir=run_dir,
             record=record,
             rules=options.rules,
@@ -100,15 +93,15 @@ def run_job(options: RunOptions) -> int:
         )
         stack.enter_context(ControlServer(coordinator, job=job.job, run_dir=run_dir))
         write_launcher(run_dir, replace(record, state="running"))
-        console.say(f"job {job.job}, run folder {run_dir}, {_joinable(record.store)}")
+        address = joinable(record.store)
+        console.say(f"job {job.job}, run folder {run_dir}, others join at {address}")
         stack.enter_context(coordinator)
         agent, _ = stack.enter_context(
             _agent(job, address=record.store, options=options, console=console)
         )
         if options.hosts is not None:
-            stack.enter_context(
-                _watcher(options, record=record, coordinator=coordinator, console=console)
-            )
+            known = {"record": record, "run_dir": run_dir, "console": console}
+            stack.enter_context(watcher(options, **known, is_over=coordinator.is_over))
         stack.enter_context(_on_signals(end=coordinator.stop, kill=coordinator.kill))
         agent.run()
         return agent.code
@@ -171,43 +164,6 @@ def _agent(
         )
 
 
-def _watcher(
-    options: RunOptions, *, record: LauncherRecord, coordinator: Coordinator, console: Console
-) -> HostsWatcher:
-    """Return what keeps agents on the machines of the file of hosts."""
-    given = options.hosts
-    assert given is not None
-    run_dir = Path(coordinator.status()["run_dir"])
-    reach = Reach(
-        store=record.store,
-        script=options.script,
-        folder=Path.cwd(),
-        python=given.python or sys.executable,
-        own_python=sys.executable,
-        ssh=given.ssh,
-        prepare=given.prepare,
-    )
-    rules = PlanRules(
-        silence_limit_s=options.rules.heartbeat_limit_s, prepares=given.prepare is not None
-    )
-    job = HostsJob(
-        job=record.job,
-        run_dir=run_dir,
-        address=_join(_HERE, parse_address(record.store)[1]),
-        default_slots=given.default_slots,
-        reach=reach,
-        rules=rules,
-    )
-    return HostsWatcher(
-        given.path,
-        job=job,
-        hosts=given.hosts,
-        is_over=lambda: coordinator.status()["state"] in _ENDING_STATES,
-        say=console.say,
-        follow=console.follow_file,
-    )
-
-
 @contextmanager
 def _on_signals(*, end: Callable[[], object], kill: Callable[[], object]) -> Iterator[None]:
     """End the job on a signal, and kill it on the second SIGINT, for the length of a block."""
@@ -239,38 +195,6 @@ def _record(options: RunOptions, run_dir: Path) -> LauncherRecord:
     rules = options.rules
     kept = min(max(earlier.target, rules.min_workers), rules.max_workers)
     return replace(earlier, job=job, pid=os.getpid(), target=kept)
-
-
-def _port(record: LauncherRecord, *, asked: int) -> int:
-    """Return the port of the store: the one at which workers that live on look for it.
-
-    Raises:
-        ArgumentError: another one was asked for.
-    """
-    known = parse_address(record.store)[1] if record.store else 0
-    if asked and known and asked != known:
-        rule = f"the job of this folder is at port {known}, where its workers look for it"
-        way_out = f"Leave it out. If none of them lives, remove {LAUNCHER_NAME} from the folder."
-        raise ArgumentError(describe("port", asked, rule=rule, way_out=way_out))
-    return known or asked
-
-
-def _advertised(options: RunOptions) -> str:
-    """Return the address under which all machines reach the store."""
-    if options.advertise is not None or options.hosts is None:
-        return options.advertise or _HERE
-    remote = [host.name for host in options.hosts.hosts if not is_local(host.name)]
-    return address_for(remote) if remote else _HERE
-
-
-def _joinable(store: str) -> str:
-    host, port = parse_address(store)
-    outward = outward_address() if is_loopback(host) else host
-    return f"others --join {_join(outward, port)}"
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _agent_job(options: RunOptions, *, job: str, run_dir: Path) -> AgentJob:
