@@ -26,7 +26,7 @@ from training import Digits, weights_of
 
 import elastane
 from elastane import GlobalBatch, LoaderOptions, LocalBatch, Session
-from elastane._env import ElasticLaunch
+from elastane._env import ElasticLaunch, elastic_launch
 from elastane.durability import Checkpointing
 from elastane.elastic.link import connect
 
@@ -173,7 +173,7 @@ def run(folder: Path, environment: dict[str, str], options: Options) -> None:
     """Be a worker: the target of a process of its own."""
     os.setsid()
     os.environ.update(environment)
-    launch = elastane._env.elastic_launch()
+    launch = elastic_launch()
     assert launch is not None
     log = os.open(folder / f"worker-{launch.worker}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)

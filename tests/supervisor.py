@@ -64,7 +64,7 @@ class Supervisor:
             timeout=timedelta(days=1),
         )
         self._port = self.store.port
-        self._inbox = self.store.clone()
+        self._inbox = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self._listener = Thread(target=self._listen, args=(self._inbox,), daemon=True)
         self._listener.start()
 
@@ -221,7 +221,7 @@ class Supervisor:
                 os.kill(process.pid, signal.SIGUSR1)  # it writes its stacks into its log
         time.sleep(0.2)
         logs = {path.name: path.read_text()[-3000:] for path in self.folder.glob("worker-*.log")}
-        facts = "\n".join(str(fact) for fact in self.facts[-40:])
+        facts = "\n".join(dict.fromkeys(map(str, self.facts)))
         return f"facts:\n{facts}\n" + "\n".join(f"--- {name}\n{log}" for name, log in logs.items())
 
     def close(self) -> None:

@@ -1,0 +1,1 @@
+"""How long workers wait when others come, go, die or hang: `python -m benchmarks.resize`."""
