@@ -109,6 +109,16 @@ def test_several_workers_may_round_otherwise_when_they_make_a_step_again(progres
     assert len(lineage.problems) == found
 
 
+def test_a_step_is_only_compared_with_one_that_was_made_from_the_same_state():
+    lineage = lineage_of_ten_steps()
+
+    lineage.extend([enter(7, generation=2), step(8, generation=2, workers=2, state_hash="other")])
+    again = step(9, generation=3, state_hash="another")
+    lineage.extend([enter(8, generation=3, state_hash="other"), again])
+
+    assert lineage.problems == []
+
+
 def test_gaps_and_resumes_from_the_future_are_found():
     gap, future = lineage_of_ten_steps(), lineage_of_ten_steps()
 

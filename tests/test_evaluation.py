@@ -32,7 +32,7 @@ def evaluated(function, *, model=None, dataset=None, batch_size=4, world=World()
         options=LoaderOptions(**options),
         batch_size=batch_size,
         world=world,
-        group=None,
+        peers=None,
     )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from elastane.errors import CommunicationError, UnsupportedError, UsageError
 from elastane.gradients import GradientTap
+from elastane.peers import Peers
 from elastane.noise import MomentAverage, Moments, estimate_moments, gain, total_moments
 from elastane.replica import wrap
 
@@ -157,7 +158,7 @@ def group():
 def attach(model, *, group, groups=None, extras=None, **options):
     tap = GradientTap(groups or [list(model.parameters())], extras=extras)
     wrapper = wrap(model, group=group, options=options)
-    tap.attach(wrapper, group=group)
+    tap.attach(wrapper, peers=Peers(group))
     return tap, wrapper
 
 
@@ -733,7 +734,7 @@ def test_a_second_wrapper_on_a_new_group_goes_on(group):
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     wrapper = wrap(model, group=dist.group.WORLD, options={})
-    tap.attach(wrapper, group=dist.group.WORLD)
+    tap.attach(wrapper, peers=Peers(dist.group.WORLD))
     measurement = run_window(tap, wrapper, batches, weights=[2, 1])
     groups = [list(model.parameters())]
     check(measurement, model, expected(model, batches, weights=[2, 1], groups=groups))

@@ -449,7 +449,6 @@ class Beating:
         self.folder, self.store = folder, store
         self.file = folder / "hosts.txt"
         self.said = []
-        self.over = False
 
     def write(self, text):
         part = self.file.with_suffix(".part")
@@ -467,7 +466,7 @@ class Beating:
             rules=PlanRules(**rules),
         )
         hosts = parse_hosts(self.file.read_text())
-        known = {"is_over": lambda: self.over, "say": self.said.append, "follow": lambda _: None}
+        known = {"is_over": lambda: False, "say": self.said.append, "follow": lambda _: None}
         return HostsWatcher(self.file, job=job, hosts=hosts, **known)
 
     def beat(self, *names):
@@ -503,7 +502,7 @@ def beating(tmp_path, store):
 
 def test_lines_that_come_and_go_start_agents_and_have_them_leave(beating):
     beating.write("node-1\n")
-    with beating.watcher():
+    with beating.watcher(silence_limit_s=1.0):
         beating.until(lambda: beating.changes() == [("ADDED", "node-1")], beating=["node-1"])
         beating.write("node-1\nnode-2 slots=2\n")
         both = ["node-1", "node-2"]
@@ -525,7 +524,7 @@ def test_a_file_that_is_half_written_malformed_or_gone_changes_nothing_and_it_is
     beating, text
 ):
     beating.write("node-1\n")
-    with beating.watcher():
+    with beating.watcher(silence_limit_s=1.0):
         beating.until(lambda: beating.changes(), beating=["node-1"])
         if text is None:
             beating.file.unlink()
@@ -542,17 +541,18 @@ def test_a_file_that_is_half_written_malformed_or_gone_changes_nothing_and_it_is
 
 
 def test_a_watcher_that_comes_back_meets_what_the_one_before_it_left(beating):
-    beating.write("node-1 slots=2\nnode-2\n")
-    with beating.watcher():
-        both = ["node-1", "node-2"]
-        beating.until(lambda: len(beating.changes()) == 2, beating=both)
+    log, both = log_of(beating.file), ["node-1", "node-2"]
+    for name, slots in (("node-1", 2), ("node-2", 1)):
+        add_change(log, change="ADDED", host=name, cause="joined", job="test", slots=slots)
     beating.write("node-1 slots=2\n")
-    with beating.watcher():
+    with beating.watcher(silence_limit_s=1.0):
         beating.until(beating.drained, beating=both)
         beating.until(lambda: len(beating.changes()) == 3, beating=["node-1"])
-
         assert beating.changes()[-1] == ("REMOVED", "node-2")
-        assert [one.number for one in read_changes(log_of(beating.file))] == [1, 2, 3]
+
+    ended = read_changes(log)
+    assert [one.number for one in ended] == [1, 2, 3, 4]
+    assert (ended[-1].host, ended[-1].cause) == ("node-1", "the job is over")
 
 
 def test_a_command_that_does_not_exist_is_a_failure_like_any_other(beating):
@@ -562,7 +562,7 @@ def test_a_command_that_does_not_exist_is_a_failure_like_any_other(beating):
     with watcher:
         beating.until(beating.changes)
 
-    (change,) = read_changes(log_of(beating.file))
+    change = read_changes(log_of(beating.file))[0]
     assert (change.change, change.host) == ("FAILED", "node-1")
     assert "No such file" in change.cause
 

@@ -215,6 +215,9 @@ def test_machines_under_other_names_of_this_one_come_die_and_go(tmp_path, fleet_
         fleet.write(first, second)
         fleet.start("--prepare", f"touch {fleet.folder}/prepared-{{host}}; [ {{host}} != {third} ]")
         begun = fleet.generation(workers=2)
+        machines.end_clients()
+        fleet.until(lambda: fleet.output.read_text().count("as long as it is heard") == 2)
+        assert fleet.changes().count(("FAILED", first)) == 0
 
         fleet.kill_machine(second)
         mended = fleet.generation(workers=2, newer_than=begun.number + 1)

@@ -112,7 +112,7 @@ class Lineage:
         for entry in entries:
             self._compare(entry, self._steps.get(entry.step), "entered with")
         start = entries[0].step
-        self._void |= {n: one for n, one in self._steps.items() if n > start}
+        self._void = {n: one for n, one in self._steps.items() if n > start}
         self._steps = {n: one for n, one in self._steps.items() if n <= start}
         self._is_alike = True
         return start

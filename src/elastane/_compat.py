@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 __all__ = [
     "GradBucket",
     "PrefixStore",
+    "Store",
     "TCPStore",
     "foreach_add_",
     "foreach_mul_",
@@ -36,6 +37,7 @@ foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[repor
 foreach_mul_: Callable[..., None] = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm: Callable[..., list[torch.Tensor]] = torch._foreach_norm  # pyright: ignore
 PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 rendezvous = dist.rendezvous  # pyright: ignore[reportPrivateImportUsage]
 foreach_zero_: Callable[..., None] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]

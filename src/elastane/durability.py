@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from elastane.batching import World
-from elastane.elastic.checkpoint import CheckpointStore
+from elastane.elastic.checkpoint import Checkpoint, CheckpointStore
 from elastane.elastic.folders import exclusive
 from elastane.elastic.saver import Outcome, Saver, stage
-from elastane.errors import ArgumentError, check_positive, check_whole, describe
+from elastane.errors import ArgumentError, StateError, check_positive, check_whole, describe
 
 __all__ = ["Checkpointing", "Keeper"]
 
@@ -78,7 +78,7 @@ class Keeper:
         self._saver: Saver | None = None
         self._state: Callable[[], Mapping[str, Any]] = dict
         self._world = World()
-        self._last_step = 0
+        self._last_step = self._first_generation = 0
         self._last_time = time.monotonic()
 
     @contextmanager
@@ -89,6 +89,7 @@ class Keeper:
             return
         with Saver(self._store) as self._saver:
             self._state, self._last_time = state, time.monotonic()
+            self._first_generation = self._store.last_generation
             try:
                 yield
             finally:
@@ -110,14 +111,16 @@ class Keeper:
 
     def finished(self, step: int) -> None:
         """Write the last checkpoint of a run, so that a run that is over is known to be over."""
-        if self._policy is not None and self._world.rank == 0 and step != self._last_step:
+        if self._saver is not None and self._world.rank == 0 and step != self._last_step:
+            self._saver.confirm(step)
+            self._saver.wait()
             self._begin(step)
 
     def _begin(self, step: int) -> None:
         if self._saver is not None:
-            self._last_step, self._last_time = step, time.monotonic()
             staged = stage(self._state())
-            self._saver.begin(staged, step=step, generation=self._generation)
+            if self._saver.begin(staged, step=step, generation=self._generation):
+                self._last_step, self._last_time = step, time.monotonic()
 
     def settled(self, step: int) -> list[Outcome]:
         """Publish what is final, drop what is void; return how earlier saves ended."""
@@ -137,7 +140,9 @@ class Keeper:
         self._saver.discard(0)
         self._saver.wait()
         with exclusive(self._store.folder):
-            newest = self._store.newest()
+            newest: Checkpoint | None = None
+            with suppress(StateError):  # a whole one is all the more wanted
+                newest = self._store.newest()
             generation = self._generation
             if newest is None or newest.place < (generation, step):
                 self._store.save(self._state(), step=step, generation=generation)
@@ -153,9 +158,12 @@ class Keeper:
 
     @property
     def _generation(self) -> int:
-        """The present generation, or a later one's that wrote here before numbers began anew."""
-        assert self._store is not None
-        return max(self._world.generation, self._store.last_generation)
+        """The present generation, or one that wrote here before numbers began anew.
+
+        Known since the block began: what a later generation has written since then is none of a
+        worker's that has been left behind.
+        """
+        return max(self._world.generation, self._first_generation)
 
 
 def _folder(checkpointing: Checkpointing, *, run_dir: str | PathLike[str] | None) -> Path:

@@ -9,11 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -21,7 +19,8 @@ from elastane import order, replica
 from elastane.batching import World
 from elastane.data import LoaderOptions, StreamLoader
 from elastane.errors import ArgumentError, StateError, check_whole, describe
-from elastane.group import Membership, check_agreement, sum_over_workers
+from elastane.group import Membership
+from elastane.peers import Peers
 
 __all__ = ["Evaluation", "Evaluator", "evaluate"]
 
@@ -67,15 +66,15 @@ class Evaluator:
         """Return the sums of a function over a dataset (see `evaluate`)."""
 
         def work() -> dict[str, Any]:
-            group = self._membership.group
+            peers = self._membership.peers
             evaluation = evaluate(
                 function,
                 model=self._model,
                 dataset=dataset,
                 options=self._options,
                 batch_size=batch_size,
-                world=World() if group is None else self._membership.world,
-                group=group,
+                world=World() if peers is None else self._membership.world,
+                peers=peers,
             )
             return asdict(evaluation)
 
@@ -90,7 +89,7 @@ def evaluate(
     options: LoaderOptions,
     batch_size: int,
     world: World,
-    group: dist.ProcessGroup | None,
+    peers: Peers | None,
 ) -> Evaluation:
     """Deal a dataset over the workers once, unevenly and without padding, and add up.
 
@@ -106,7 +105,7 @@ def evaluate(
             process.
         batch_size: samples a call.
         world: this worker's place.
-        group: the workers' group, `None` for one worker.
+        peers: the workers of a group, `None` for one worker.
 
     Raises:
         ArgumentError: a batch size that is no whole number above 0, or no sums.
@@ -121,9 +120,8 @@ def evaluate(
             shuffle=False, collate_fn=options.collate_fn, pin_memory=options.pin_memory
         ),
     )
-    if group is not None:
-        add_up = partial(sum_over_workers, group=group)
-        replica.merge_batch_statistics(model, sum_over_workers=add_up)
+    if peers is not None:
+        replica.merge_batch_statistics(model, sum_over_workers=peers.sum)
     start, stop = order.split(0, loader.num_samples, parts=world.world_size, part=world.rank)
     ranges = [(i, min(i + batch_size, stop)) for i in range(start, stop, batch_size)]
     has_samples = bool(ranges)
@@ -141,17 +139,17 @@ def evaluate(
         failure = error
     names = sorted(totals)
     device = next(model.parameters()).device
-    if group is not None:  # also where the function failed: the others wait here
+    if peers is not None:  # also where the function failed: the others wait here
         told = {"names of the sums": names if failure is None else f"none, {failure!r}"}
         with suppress(StateError) if failure is not None else nullcontext():
-            check_agreement(told, group=group, device=device)
+            peers.agree(told, device=device)
     if failure is not None:
         raise failure
     sums = torch.stack([totals[name].to(device) for name in names])
     if not has_samples:
         sums.zero_()
-    if group is not None:
-        sum_over_workers(sums, group=group)
+    if peers is not None:
+        peers.sum(sums)
     return Evaluation(
         sums=dict(zip(names, sums.tolist(), strict=True)),
         num_samples=loader.num_samples,

@@ -16,7 +16,8 @@ from elastane import _env
 from elastane._compat import PrefixStore, rendezvous
 from elastane.batching import World
 from elastane.errors import CommunicationError
-from elastane.group import Trainee, Wrapping, backend_of, check_agreement
+from elastane.group import Trainee, Wrapping
+from elastane.peers import Peers
 
 __all__ = ["FixedMembership", "discover_world"]
 
@@ -47,9 +48,9 @@ class FixedMembership:
         self.world = world
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group; `None` for one worker."""
-        return self._wrapping.group
+    def peers(self) -> Peers | None:
+        """The workers of the process group; `None` for one worker."""
+        return self._wrapping.peers
 
     @contextmanager
     def joined(self, trainee: Trainee) -> Iterator[None]:
@@ -58,10 +59,10 @@ class FixedMembership:
         with _open_group(self.world, device=device) as group:
             try:
                 trainee.resume()
-                self._wrapping.use(group)
-                if group is not None:
-                    facts = {**trainee.identity(), **trainee.facts()}
-                    check_agreement(facts, group=group, device=device)
+                peers = None if group is None else Peers(group)
+                self._wrapping.use(peers)
+                if peers is not None:
+                    peers.agree({**trainee.identity(), **trainee.facts()}, device=device)
                 trainee.entered(self.world, cause="start")
                 yield
             finally:
@@ -116,7 +117,8 @@ def _open_group(world: World, *, device: torch.device) -> Iterator[dist.ProcessG
         store, rank, world_size = next(rendezvous("env://", world.rank, world.world_size))
         times_opened = store.add(f"elastane/opened/{rank}", 1)
         fresh = PrefixStore(f"elastane/group/{times_opened}", store)
-        dist.init_process_group(backend_of(device), store=fresh, rank=rank, world_size=world_size)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=fresh, rank=rank, world_size=world_size)
         try:
             yield dist.group.WORLD
         finally:

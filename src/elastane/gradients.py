@@ -16,6 +16,7 @@ from elastane._compat import GradBucket, foreach_add_, foreach_mul_, foreach_zer
 from elastane.errors import CommunicationError, UnsupportedError, UsageError
 from elastane.measurement import Measurement, read_measurement
 from elastane.norms import Run, runs_of_groups, squared_norm_of_all, squared_norms_of_runs
+from elastane.peers import Peers
 
 __all__ = ["Extra", "GradientTap"]
 
@@ -56,7 +57,7 @@ class GradientTap:
         extras: Callable[[], Sequence[Extra]] | None = None,
     ) -> None:
         self._extras = extras
-        self._process_group: dist.ProcessGroup | None = None
+        self._peers: Peers | None = None
         self._finds_unused = self._has_bucket_views = False
         self.set_groups(groups)
         self.begin(batch_samples=1.0)
@@ -70,28 +71,28 @@ class GradientTap:
             for parameter in group
         }
 
-    def attach(self, replica: DistributedDataParallel, *, group: dist.ProcessGroup) -> None:
+    def attach(self, replica: DistributedDataParallel, *, peers: Peers) -> None:
         """Average the replica's gradients from now on. DDP has no way to detach a hook.
 
         Args:
-            replica: a wrapper that was made on `group` and has no hook yet.
-            group: the data-parallel group.
+            replica: a wrapper that was made on the peers' group and has no hook yet.
+            peers: the data-parallel workers.
         """
-        self._process_group = group
+        self._peers = peers
         self._finds_unused = replica.find_unused_parameters
         self._has_bucket_views = replica.gradient_as_bucket_view
         replica.register_comm_hook(self, _average_bucket)
 
     def detach(self) -> None:
         """Forget the process group; the next steps are this process's own."""
-        self._process_group = None
+        self._peers = None
         self._finds_unused = self._has_bucket_views = False
         self.begin(batch_samples=1.0)
 
     @property
     def is_alone(self) -> bool:
         """Whether the steps are this process's own."""
-        return self._process_group is None
+        return self._peers is None
 
     @property
     def is_settled(self) -> bool:
@@ -184,7 +185,7 @@ class GradientTap:
         if self._reduced_twice:
             raise UsageError(_TWO_BACKWARDS)
         if self._settled is None:
-            if self._process_group is None:
+            if self._peers is None:
                 self._merge_own()
             elif self._small is None and self._failure is None:
                 raise UsageError(self._describe_missing())
@@ -269,12 +270,13 @@ class GradientTap:
             buffer.zero_()
         if self._set_aside:
             self._add_set_aside(bucket)
-        future = self._all_reduce(buffer)
+        measured = partial(self._measure_mean, bucket.index(), buffer, runs)
+        future = self._all_reduce(buffer, then=measured)
         if bucket.is_last():
             self._total_weight += self._weight
             self._num_gradients += self._weight > 0
             self._launch_small(buffer.device)
-        return future.then(partial(self._measure_mean, bucket.index(), buffer, runs))
+        return future
 
     def _add_set_aside(self, bucket: GradBucket) -> None:
         pairs = [
@@ -286,20 +288,22 @@ class GradientTap:
             views, kept = zip(*pairs, strict=True)
             foreach_add_(list(views), list(kept))
 
-    def _all_reduce(self, buffer: Tensor) -> torch.futures.Future[list[Tensor]]:
+    def _all_reduce(
+        self, buffer: Tensor, *, then: Callable[[str | None], Tensor]
+    ) -> torch.futures.Future[Tensor]:
         work = self._start_sum(buffer)
-        if work is not None:
-            return work.get_future()
+        if work is not None and self._peers is not None:
+            return self._peers.breaker.watch(work, then, on_host=not buffer.is_cuda)
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
-        future.set_result([buffer])
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        future.set_result(buffer)
         return future
 
     def _start_sum(self, tensor: Tensor) -> dist.Work | None:
         """Start a SUM reduction, or note why there can be none."""
-        if self._failure is None:
+        if self._failure is None and self._peers is not None:
             try:
-                work = dist.all_reduce(tensor, group=self._process_group, async_op=True)
+                work = dist.all_reduce(tensor, group=self._peers.group, async_op=True)
                 if work is not None:
                     return work
                 self._failure = "this process is no member of its group"
@@ -308,18 +312,12 @@ class GradientTap:
         return None
 
     def _measure_mean(
-        self,
-        index: int,
-        buffer: Tensor,
-        runs: Sequence[Run],
-        future: torch.futures.Future[list[Tensor]],
+        self, index: int, buffer: Tensor, runs: Sequence[Run], failure: str | None
     ) -> Tensor:
-        try:
-            future.value()
-        except RuntimeError as error:
-            self._failure = str(error)
-            return buffer
-        self._means[index] = self._sqr_norms(buffer, runs)
+        if failure is None:
+            self._means[index] = self._sqr_norms(buffer, runs)
+        else:
+            self._failure = failure
         return buffer
 
     def _sqr_norms(self, buffer: Tensor, runs: Sequence[Run]) -> Tensor:
@@ -335,16 +333,13 @@ class GradientTap:
         extras = tuple(self._extras()) if self._extras else ()
         told = (self._total_weight, self._num_gradients, ~finite, *extras)
         vector = torch.cat([local, _as_vector(told, device)])
-        work = None if self._process_group is None else self._start_sum(vector)
+        work = None if self._peers is None else self._start_sum(vector)
         self._small = (vector, work)
 
     def _read(self, loss_scale: Extra) -> Measurement:
         vector, work = self._small or (torch.zeros(0), None)
-        if work is not None and self._failure is None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                self._failure = str(error)
+        if work is not None and self._failure is None and self._peers is not None:
+            self._failure = self._peers.breaker.outcome(work, on_host=not vector.is_cuda)
         if self._failure is not None:
             raise CommunicationError(_BROKEN.format(cause=self._failure))
         means = torch.stack([self._means[index] for index in sorted(self._means)]).sum(0)

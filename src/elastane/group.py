@@ -5,30 +5,18 @@ Knows process groups and DDP; nothing of steps, data or schedules, nor of who de
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from elastane import replica
 from elastane.batching import World
-from elastane.errors import CommunicationError, StateError
 from elastane.gradients import GradientTap
+from elastane.peers import Peers
 
-__all__ = [
-    "Membership",
-    "Trainee",
-    "Wrapping",
-    "as_communication_error",
-    "backend_of",
-    "check_agreement",
-    "digest_of",
-    "sum_over_workers",
-]
+__all__ = ["Membership", "Trainee", "Wrapping"]
 
 T = TypeVar("T")
 
@@ -99,8 +87,8 @@ class Membership(Protocol):
         ...
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The present process group; `None` while this worker is alone."""
+    def peers(self) -> Peers | None:
+        """The workers of the present group; `None` while this worker is alone."""
         ...
 
     @property
@@ -171,24 +159,24 @@ class Wrapping:
         self._tap = tap
         self._ddp = dict(ddp)
         self._trainable: frozenset[int] = frozenset()
-        self.group: dist.ProcessGroup | None = None
+        self.peers: Peers | None = None
 
     @property
     def device(self) -> torch.device:
         """The model's device."""
         return next(self.model.parameters()).device
 
-    def use(self, group: dist.ProcessGroup | None, *, spread_weights: bool = True) -> None:
+    def use(self, peers: Peers | None, *, spread_weights: bool = True) -> None:
         """Average over a group from now on; a single worker's model stays bare.
 
         Args:
-            group: the workers, or `None`.
+            peers: the workers, or `None`.
             spread_weights: whether the workers may differ, so that rank 0's weights are for all.
         """
         self.drop()
-        self.group = group
-        if group is not None:
-            self._wrap(group, spread_weights=spread_weights)
+        self.peers = peers
+        if peers is not None:
+            self._wrap(peers, spread_weights=spread_weights)
 
     def refresh(self) -> None:
         """Wrap again if other parameters of the model require gradients than when it was wrapped.
@@ -196,10 +184,10 @@ class Wrapping:
         DDP averages what required a gradient when it was made. All workers must freeze and
         unfreeze alike.
         """
-        if self.group is not None and self._now_trainable() != self._trainable:
+        if self.peers is not None and self._now_trainable() != self._trainable:
             self.merge_statistics()  # DDP would spread the buffers of rank 0
             self._unwrap()
-            self._wrap(self.group, spread_weights=True)
+            self._wrap(self.peers, spread_weights=True)
 
     def merge_statistics(self, *, counted: bool = True) -> None:
         """Give all workers the same running statistics of BatchNorm.
@@ -207,24 +195,23 @@ class Wrapping:
         Args:
             counted: whether this worker's own statistics take part.
         """
-        if self.group is not None:
-            add_up = partial(sum_over_workers, group=self.group)
+        if self.peers is not None:
             replica.merge_batch_statistics(
-                self.model.inner, sum_over_workers=add_up, counted=counted
+                self.model.inner, sum_over_workers=self.peers.sum, counted=counted
             )
 
     def drop(self) -> None:
         """Let go of the group: nothing here refers to it, or to the wrapper, any longer."""
         self._unwrap()
-        self.group = None
+        self.peers = None
 
     def _now_trainable(self) -> frozenset[int]:
         return frozenset(id(p) for p in self.model.parameters() if p.requires_grad)
 
-    def _wrap(self, group: dist.ProcessGroup, *, spread_weights: bool) -> None:
+    def _wrap(self, peers: Peers, *, spread_weights: bool) -> None:
         options = {**self._ddp, "init_sync": spread_weights and self._ddp.get("init_sync", True)}
-        wrapper = replica.wrap(self.model.inner, group=group, options=options)
-        self._tap.attach(wrapper, group=group)
+        wrapper = replica.wrap(self.model.inner, group=peers.group, options=options)
+        self._tap.attach(wrapper, peers=peers)
         self.model.use(wrapper, on_failure=self._tap.note_failure)
         self._trainable = self._now_trainable()
 
@@ -237,56 +224,3 @@ class Wrapping:
 def backend_of(device: torch.device) -> str:
     """Return the communication backend for tensors on a device."""
     return "nccl" if device.type == "cuda" else "gloo"
-
-
-def check_agreement(
-    facts: Mapping[str, object], *, group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Compare named facts over the workers.
-
-    Raises:
-        StateError: on every worker, naming what differs.
-        CommunicationError: the group broke.
-    """
-    own = torch.tensor([digest_of(value) for value in facts.values()], device=device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with as_communication_error():
-        dist.all_gather(gathered, own, group=group)
-    same = (torch.stack(gathered) == gathered[0]).all(0).tolist()
-    differing = [name for name, is_same in zip(facts, same, strict=True) if not is_same]
-    if differing:
-        shown = ", ".join(f"{name}={facts[name]!r}" for name in differing)
-        raise StateError(
-            f"the workers differ in what must be the same on all; here {shown}: start all of them "
-            "with the same arguments, and load the same saved state on each"
-        )
-
-
-def sum_over_workers(values: torch.Tensor, *, group: dist.ProcessGroup) -> None:
-    """Add up a tensor over the workers, in place.
-
-    Raises:
-        CommunicationError: the group broke.
-    """
-    with as_communication_error():
-        dist.all_reduce(values, group=group)
-
-
-@contextmanager
-def as_communication_error() -> Iterator[None]:
-    """Turn the errors of a group into `CommunicationError`, which holds no frames of theirs."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        why = str(error)
-    else:
-        return
-    raise CommunicationError(
-        f"the process group broke, {why}: another worker failed, or did not call this"
-    )
-
-
-def digest_of(value: object) -> int:
-    """Return 64 bits of a hash of a value's `repr`; the same in every process."""
-    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)

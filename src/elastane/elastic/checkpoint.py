@@ -167,15 +167,24 @@ class CheckpointStore:
         Sizes and checksums of all files are compared before anything in them is parsed.
 
         Raises:
-            StateError: the newest one is of a format that this version does not know.
+            StateError: there are some and none is whole, or the newest one is of a format that
+                this version does not know.
         """
+        problems: list[str] = []
         paths = self._published()
         for path in reversed(paths):
             manifest, problem = _inspect(path)
             if manifest is not None:
                 return Checkpoint(path=path, manifest=manifest)
-            then = "there is none before it" if path == paths[0] else "the one before is used"
-            warnings.warn(f"checkpoint {path} {problem}: {then}", RuntimeWarning, stacklevel=2)
+            problems.append(f"{path.name} {problem}")
+            if path != paths[0]:
+                text = f"checkpoint {path} {problem}: the one before is used"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+        if problems:
+            raise StateError(
+                f"none of the checkpoints in {self.folder} is whole ({'; '.join(problems)}): move "
+                "the folder away to start from the beginning"
+            )
         return None
 
     def load(self, checkpoint: Checkpoint) -> tuple[Any, Manifest]:

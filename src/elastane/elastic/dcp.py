@@ -46,7 +46,19 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     Args:
         folder: is created.
         tensors: by the keys under which any DCP reader will find them.
+
+    Raises:
+        OSError: the folder can't be written to, or the disk is full.
     """
+    try:
+        _write(folder, tensors)
+    except RuntimeError as error:  # torch's, raised while it cleaned up after the system's
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def _write(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     planner, writer = DefaultSavePlanner(), _Writer(folder, per_thread_copy_ahead=0)
     planner.set_up_planner(dict(tensors), storage_meta=writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)

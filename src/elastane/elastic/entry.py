@@ -7,25 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from elastane import protocol
-from elastane._compat import PrefixStore
+from elastane._compat import PrefixStore, TCPStore
 from elastane.batching import World
-from elastane.elastic.link import connect
-from elastane.elastic.sockets import GroupSockets, can_break
+from elastane.elastic.opening import open_group
+from elastane.elastic.sockets import GroupSockets
 from elastane.elastic.transfer import receive_state, send_state
 from elastane.errors import StateError
-from elastane.group import Trainee, Wrapping, as_communication_error, backend_of, digest_of
+from elastane.group import Trainee, Wrapping
+from elastane.peers import Breaker, Peers, digest_of
 
 __all__ = ["Entry", "Standing", "enter_group", "sources"]
-
-_TIME_LIMIT = timedelta(minutes=30)
-_TIME_LIMIT_UNBREAKABLE = timedelta(minutes=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,27 +79,25 @@ def sources(standings: Sequence[Standing]) -> list[int]:
 def enter_group(
     entry: Entry,
     *,
-    generation: int,
-    meeting: int,
+    prefix: str,
     world: World,
-    store: str,
+    store: Callable[[], TCPStore],
     wrapping: Wrapping,
     trainee: Trainee,
     sockets: GroupSockets,
-    check: Callable[[], None],
+    breaker: Breaker,
 ) -> Entry:
     """Open the group of a generation and make all its members equal.
 
     Args:
         entry: what this member brings.
-        generation: number of the generation.
-        meeting: number of the meeting in which they met.
+        prefix: of the group's keys; no other group has had it.
         world: this member's place.
-        store: address of the job's store.
+        store: gives a client of the job's store, for the group alone.
         wrapping: takes the group for the model.
         trainee: gives and takes state.
         sockets: remembers the group's sockets.
-        check: raises if the group that is being opened has lost a member already.
+        breaker: ends every wait for the others.
 
     Raises:
         CommunicationError: the group broke. The state is as it was, or a newcomer's and void.
@@ -113,34 +106,20 @@ def enter_group(
     if world.world_size == 1:
         return _enter_alone(entry, wrapping=wrapping, trainee=trainee)
     device = wrapping.device
-    prefix = f"{protocol.group_prefix(generation)}/{meeting}"
     with sockets.opening():
-        check()
-        group = _open(prefix, world=world, store=store, device=device)
-    standings = _gather(entry, trainee=trainee, group=group, device=device, rank=world.rank)
+        group = open_group(
+            lambda: PrefixStore(prefix, store()), world=world, device=device, breaker=breaker
+        )
+    peers = Peers(group, breaker=breaker)
+    standings = _gather(entry, trainee=trainee, peers=peers, device=device, rank=world.rank)
     if not any(standing.is_current for standing in standings):
         trainee.resume()
         entry = Entry(turns=trainee.step, outcome=None, is_current=False)
-        standings = _gather(entry, trainee=trainee, group=group, device=device, rank=world.rank)
-    entry = _equalize(entry, standings, rank=world.rank, group=group, trainee=trainee)
-    wrapping.use(group, spread_weights=False)
+        standings = _gather(entry, trainee=trainee, peers=peers, device=device, rank=world.rank)
+    entry = _equalize(entry, standings, rank=world.rank, peers=peers, trainee=trainee)
+    wrapping.use(peers, spread_weights=False)
     wrapping.merge_statistics(counted=entry.is_current)
     return entry
-
-
-def _open(prefix: str, *, world: World, store: str, device: torch.device) -> dist.ProcessGroup:
-    """Open the default group under a prefix of its own."""
-    with as_communication_error():
-        dist.init_process_group(
-            backend_of(device),
-            store=PrefixStore(prefix, connect(store)),
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=_TIME_LIMIT if can_break() else _TIME_LIMIT_UNBREAKABLE,
-        )
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def _enter_alone(entry: Entry, *, wrapping: Wrapping, trainee: Trainee) -> Entry:
@@ -155,7 +134,7 @@ def _gather(
     entry: Entry,
     *,
     trainee: Trainee,
-    group: dist.ProcessGroup,
+    peers: Peers,
     device: torch.device,
     rank: int,
 ) -> list[Standing]:
@@ -167,10 +146,7 @@ def _gather(
     identity = trainee.identity()
     own = [int(entry.is_current), entry.turns, *(digest_of(v) for v in identity.values())]
     row = torch.tensor(own, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    with as_communication_error():
-        dist.all_gather(rows, row, group=group)
-    values = [one.tolist() for one in rows]
+    values = [one.tolist() for one in peers.gather(row)]
     reference = next((one for one in values if one[0]), values[0])
     differing = [n for n, a, b in zip(identity, own[2:], reference[2:], strict=True) if a != b]
     if differing and not entry.is_current:
@@ -187,7 +163,7 @@ def _equalize(
     standings: Sequence[Standing],
     *,
     rank: int,
-    group: dist.ProcessGroup,
+    peers: Peers,
     trainee: Trainee,
 ) -> Entry:
     """Copy state so that all ranks stand where the most advanced do."""
@@ -196,12 +172,12 @@ def _equalize(
     receivers = [one for one, its_source in enumerate(taken) if its_source == rank != one]
     if receivers:
         state = {"training": trainee.state_dict(), "outcome": entry.outcome}
-        send_state(state, to=receivers, group=group)
+        send_state(state, to=receivers, group=peers.group, breaker=peers.breaker)
     if source == rank:
         return Entry(turns=entry.turns, outcome=entry.outcome, is_current=True, source=rank)
     # A member that lags behind keeps its own state until the whole of the other's has come.
     into = () if entry.is_current else trainee.tensors()
-    state = receive_state(source=source, group=group, into=into)
+    state = receive_state(source=source, group=peers.group, into=into, breaker=peers.breaker)
     trainee.load_state_dict(state["training"])
     turns = standings[source].turns
     return Entry(turns=turns, outcome=state["outcome"], is_current=False, source=source)

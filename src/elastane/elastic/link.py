@@ -18,6 +18,7 @@ from threading import Condition, Event, Thread
 from elastane import protocol
 from elastane._compat import TCPStore
 from elastane._env import ElasticLaunch
+from elastane.elastic.history import History
 from elastane.elastic.sockets import can_break, shut_connections_to
 from elastane.protocol import Beat, Generation, Hello, Message
 
@@ -41,6 +42,14 @@ def connect(address: str) -> TCPStore:
     return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_ANSWER_LIMIT)
 
 
+def _answers(store: TCPStore | None) -> bool:
+    """Return whether a client's store is still there."""
+    try:
+        return store is not None and (store.check([protocol.NOW]) or True)
+    except RuntimeError:
+        return False
+
+
 class Link:
     """Keeps one worker in touch with the job's store.
 
@@ -50,7 +59,7 @@ class Link:
     Args:
         launch: what the launcher said of this worker.
         beat: returns the present beat for a count; called by the beat's thread.
-        on_change: told of each new generation, in the watcher's thread.
+        on_change: called after each new generation, in the watcher's thread.
     """
 
     def __init__(
@@ -58,30 +67,25 @@ class Link:
         launch: ElasticLaunch,
         *,
         beat: Callable[[int], Beat],
-        on_change: Callable[[Generation], None],
+        on_change: Callable[[], None],
     ) -> None:
         self._launch = launch
         self._beat = beat
         self._on_change = on_change
         self._changed = Condition()
-        self._newest = Generation()
-        self._dismissed: frozenset[int] = frozenset()
+        self._history = History()
         self._entered: Generation | None = None
         self._standing: Message | None = None
         self._closing = Event()
         self._lost_at: float | None = None
         self._client: TCPStore | None = None
+        self._spare: TCPStore | None = None
         self._posted: SimpleQueue[Message] = SimpleQueue()
 
     @property
-    def newest(self) -> Generation:
-        """The newest generation; number 0 before there is one."""
-        return self._newest
-
-    @property
-    def dismissed(self) -> frozenset[int]:
-        """All workers that were ever told to leave; none of them comes back."""
-        return self._dismissed
+    def history(self) -> History:
+        """All generations that this worker has heard of."""
+        return self._history
 
     @property
     def orphaned(self) -> bool:
@@ -120,13 +124,10 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Tell a fact; without a store it is lost, and hello will tell what matters."""
-        for _ in range(2):  # the client may be one of a launcher that has come back since
-            with suppress(OSError, RuntimeError):
-                store = self.store()
-                store.queue_push(protocol.INBOX, message.to_json())
-                store.check([protocol.NOW])  # a push has no answer: into a dead store it "succeeds"
-                return
-            self.forget_store()
+        with suppress(OSError, RuntimeError):
+            store = self.store()
+            store.queue_push(protocol.INBOX, message.to_json())
+            store.check([protocol.NOW])  # a push has no answer: into a dead store it "succeeds"
 
     def post(self, message: Message) -> None:
         """Have the beat's thread tell a fact; any thread may call it."""
@@ -138,19 +139,30 @@ class Link:
         Raises:
             OSError, RuntimeError: there is no store at present.
         """
-        if self._client is None:
-            self._client = connect(self._launch.store)
+        self._client = self._client if _answers(self._client) else connect(self._launch.store)
+        assert self._client is not None
         return self._client
 
-    def forget_store(self) -> None:
-        """Drop the main thread's client, which has failed."""
-        self._client = None
+    def new_store(self) -> TCPStore:
+        """Return a client that serves a group, and may block.
+
+        One lies ready: to connect can take seconds where names are looked up in vain.
+
+        Raises:
+            OSError, RuntimeError: there is no store at present.
+        """
+        spare, self._spare = self._spare, None
+        store = spare if _answers(spare) else connect(self._launch.store)
+        assert store is not None
+        return store
 
     def wait_newer(self, than: int, *, timeout_s: float) -> Generation | None:
         """Return the newest generation once it is newer than `than`; `None` when time is up."""
         with self._changed:
-            self._changed.wait_for(lambda: self._newest.number > than, timeout=timeout_s)
-            return self._newest if self._newest.number > than else None
+            newer = self._changed.wait_for(
+                lambda: self._history.newest.number > than, timeout=timeout_s
+            )
+            return self._history.newest if newer else None
 
     def _hello(self) -> Hello:
         launch, entered = self._launch, self._entered
@@ -164,20 +176,19 @@ class Link:
         )
 
     def _watch(self) -> None:
-        is_first = True
         while not self._closing.is_set():
             with suppress(OSError, RuntimeError):
                 store = connect(self._launch.store)
-                if not is_first:
-                    self._introduce_again(store)
-                is_first, self._lost_at = False, None
+                self._introduce(store)
+                self._lost_at = None
                 store.set_timeout(_FOR_EVER)
                 self._follow(store)
             if self._lost_at is None:
                 self._lost_at = time.monotonic()
             self._closing.wait(_RETRY_S)
 
-    def _introduce_again(self, store: TCPStore) -> None:
+    def _introduce(self, store: TCPStore) -> None:
+        """Say hello, also when that was said before: a launcher may have died with it."""
         store.queue_push(protocol.INBOX, self._hello().to_json())
         if self._standing is not None:
             store.queue_push(protocol.INBOX, self._standing.to_json())
@@ -186,18 +197,17 @@ class Link:
         """Take every generation as it comes, until the store is gone."""
         self._take(store.get(protocol.NOW))  # numbers go on from those of an earlier launcher
         while not self._closing.is_set():
-            key = protocol.generation_key(self._newest.number + 1)
+            key = protocol.generation_key(self._history.newest.number + 1)
             store.wait([key])
             self._take(store.get(key))
 
     def _take(self, text: bytes) -> None:
-        generation = Generation.from_json(text)
-        if generation.number > self._newest.number:
-            with self._changed:
-                self._newest = generation
-                self._dismissed |= set(generation.dismissed)
-                self._changed.notify_all()
-            self._on_change(generation)
+        before = self._history
+        with self._changed:
+            self._history = before.after(Generation.from_json(text))
+            self._changed.notify_all()
+        if self._history is not before:
+            self._on_change()
 
     def _tell_beats(self) -> None:
         store: TCPStore | None = None
@@ -208,7 +218,8 @@ class Link:
                 store = store or connect(self._launch.store)
                 key = protocol.beat_key(self._launch.worker)
                 store.set(key, self._beat(count).to_json())
+                self._spare = self._spare or connect(self._launch.store)
                 while not self._posted.empty():
                     store.queue_push(protocol.INBOX, self._posted.get().to_json())
             except (OSError, RuntimeError):
-                store = None
+                store = self._spare = None

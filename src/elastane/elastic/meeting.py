@@ -63,10 +63,14 @@ def meet(
     wait_s = _SHORTEST_WAIT_S
     while present < len(members):
         if is_superseded():
-            raise Superseded
+            break
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         present = store.add(meeting, 0)
+    # The first to say so decides for all: else some would open the group, and wait for the others.
+    outcome = "met" if present >= len(members) else "given up"
+    if store.compare_set(f"{meeting}/outcome", "", outcome) != b"met":
+        raise Superseded
     found = store.multi_get([f"{meeting}/{member}" for member in members])
     return {m: Arrival(text.decode()) for m, text in zip(members, found, strict=True)}
 

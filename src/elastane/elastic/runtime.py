@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from elastane import protocol
 from elastane._env import ElasticLaunch
 from elastane.batching import World
 from elastane.elastic.entry import Entry, enter_group
@@ -31,7 +32,8 @@ from elastane.elastic.link import Link
 from elastane.elastic.meeting import Arrival, Superseded, meet, participants
 from elastane.elastic.sockets import GroupSockets
 from elastane.errors import CommunicationError, UsageError
-from elastane.group import Trainee, Wrapping, sum_over_workers
+from elastane.group import Trainee, Wrapping
+from elastane.peers import Breaker, Peers
 from elastane.protocol import Beat, Broken, Done, Entered, Generation, Leaving, Ready
 
 __all__ = ["ElasticMembership", "WorkerLeft"]
@@ -39,6 +41,7 @@ __all__ = ["ElasticMembership", "WorkerLeft"]
 T = TypeVar("T")
 
 _LOOK_AROUND_S = 1.0
+_CLOSING_LIMIT_S = 1.0
 EXIT_ORPHANED = 75
 EXIT_LEFT_BEHIND = 76
 _ORPHANED = "there is no launcher any more: this worker writes a checkpoint and ends"
@@ -63,12 +66,14 @@ class ElasticMembership:
     def __init__(self, wrapping: Wrapping, *, launch: ElasticLaunch) -> None:
         self._wrapping = wrapping
         self._launch = launch
-        self._link = Link(launch, beat=self._beat, on_change=self._break_with_the_lost)
+        self._link = Link(launch, beat=self._beat, on_change=self._break_if_broken)
         self._sockets = GroupSockets()
         self._trainee: Trainee | None = None
         self._members: tuple[int, ...] = ()
         self._is_over = False
         self._tried = 0
+        self._breaker = Breaker()
+        self._closing: list[threading.Thread] = []
         self._met = (0, 0)  # generation, meetings in it so far
         self._turns = self._arrived = 0
         self._outcome: Any = None
@@ -79,9 +84,9 @@ class ElasticMembership:
         self.world = World(rank=0, world_size=launch.expected_workers, generation=0)
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The present process group; `None` while this worker is alone."""
-        return self._wrapping.group
+    def peers(self) -> Peers | None:
+        """The workers of the present group; `None` while this worker is alone."""
+        return self._wrapping.peers
 
     @property
     def final_at_once(self) -> bool:
@@ -108,7 +113,9 @@ class ElasticMembership:
     def rehearsed(self) -> None:
         """Say that this worker is ready, wait until it is let in, and go in."""
         self.warming = False
-        self._tried = self._link.newest.number  # what went before does not concern this worker
+        self._tried = (
+            self._link.history.newest.number
+        )  # what went before does not concern this worker
         gc.freeze()  # an automatic collection would fall into somebody's pause, too
         self._link.tell(Ready(worker=self._launch.worker))
         self._regroup(evaluating=False)
@@ -130,7 +137,9 @@ class ElasticMembership:
         """Return whether this worker knows of a reason to change members."""
         if not self.warming:
             self._arrived = self._turns + 1
-        return (float(self._link.newest.number > self.world.generation or self._link.orphaned),)
+        return (
+            float(self._link.history.newest.number > self.world.generation or self._link.orphaned),
+        )
 
     def finished_step(self, sums: Sequence[float]) -> None:
         """End a turn; members change before the next window if anybody knows of a reason."""
@@ -181,6 +190,8 @@ class ElasticMembership:
     def _forget(self) -> None:
         gc.unfreeze()
         self._leave_group()
+        for closing in self._closing:  # one that waits for an operation may take half an hour
+            closing.join(_CLOSING_LIMIT_S)
         self._trainee = None
 
     def _held(self) -> Trainee:
@@ -188,8 +199,8 @@ class ElasticMembership:
         return self._trainee
 
     def _sum_once(self) -> None:
-        if self.group is not None:
-            sum_over_workers(torch.zeros(1, device=self._wrapping.device), group=self.group)
+        if self.peers is not None:
+            self.peers.sum(torch.zeros(1, device=self._wrapping.device))
 
     # Regrouping ------------------------------------------------------------------------------
 
@@ -220,7 +231,7 @@ class ElasticMembership:
                 return stayed
             self._leave_group()
             self._tried = generation.number
-            if self._link.newest.number == generation.number:
+            if self._link.history.newest.number == generation.number:
                 self._complain(why)
 
     def _next_generation(self, *, planned: bool, evaluating: bool) -> Generation:
@@ -234,7 +245,7 @@ class ElasticMembership:
                     self._leave(save=self._is_current, code=EXIT_ORPHANED)
                 if expects_one:
                     self._complain("the group broke, or all agreed to leave it")
-            elif generation.cause == "stop" or worker in self._link.dismissed:
+            elif generation.cause == "stop" or worker in self._link.history.dismissed:
                 nobody_stays = not generation.members
                 may_save = self.world.rank == 0 if planned else self._is_current
                 self._leave(save=nobody_stays and may_save)
@@ -255,8 +266,12 @@ class ElasticMembership:
 
     def _enter(self, generation: Generation, *, evaluating: bool) -> bool:
         """Enter a generation; return whether all its members take part, newcomers too."""
-        self._members = generation.members
+        if self._met[0] != generation.number:
+            self._met = (generation.number, 0)
+        self._members, self._breaker = generation.members, Breaker()
         taking_part = self._meet(generation, evaluating=evaluating)
+        if self._is_broken():
+            raise Superseded
         worker, trainee = self._launch.worker, self._held()
         world = World(
             rank=taking_part.index(worker),
@@ -265,14 +280,13 @@ class ElasticMembership:
         )
         entry = enter_group(
             Entry(turns=self._turns, outcome=self._outcome, is_current=self._is_current),
-            generation=generation.number,
-            meeting=self._met[1],
+            prefix=f"{protocol.group_prefix(generation.number)}/{self._met[1]}",
             world=world,
-            store=self._launch.store,
+            store=self._link.new_store,
             wrapping=self._wrapping,
             trainee=trainee,
             sockets=self._sockets,
-            check=self._check_not_superseded,
+            breaker=self._breaker,
         )
         self.world = world
         self._turns = self._arrived = entry.turns
@@ -301,8 +315,6 @@ class ElasticMembership:
         arrival = Arrival.NEWCOMER
         if self._is_current:
             arrival = Arrival.EVALUATING if evaluating else Arrival.CURRENT
-        if self._met[0] != generation.number:
-            self._met = (generation.number, 0)
         taking_part: tuple[int, ...] = ()
         while self._launch.worker not in taking_part:
             self._met = (generation.number, self._met[1] + 1)
@@ -318,22 +330,15 @@ class ElasticMembership:
                 worker=self._launch.worker,
                 members=generation.members,
                 arrival=arrival,
-                is_superseded=lambda: self._link.newest.number > generation.number,
+                is_superseded=lambda: self._link.history.newest.number > generation.number,
             )
         except (OSError, RuntimeError) as error:
             why = str(error)
-        self._link.forget_store()
         raise CommunicationError(f"the store is gone, {why}")
 
-    def _check_not_superseded(self) -> None:
-        if self._has_lost(self._link.newest):
-            raise Superseded
-
-    def _has_lost(self, generation: Generation) -> bool:
-        """Return whether a member is gone who has not agreed to go."""
-        own = set(self._members)
-        unexpected = own - {*generation.members, *self._link.dismissed}
-        return generation.number > 0 and bool(unexpected or own & set(generation.lost))
+    def _is_broken(self) -> bool:
+        """Return whether the group, open or being opened, can't hold any longer."""
+        return self._link.history.is_broken(self._members, since=self._met[0])
 
     def _leave_group(self, *, at_once: bool = True) -> None:
         """Let go of the group; destroying it takes 10 ms a member, in a thread of its own.
@@ -341,17 +346,18 @@ class ElasticMembership:
         Args:
             at_once: shut its sockets, so that nobody waits for this worker in it.
         """
-        group = self._wrapping.group
         self._wrapping.drop()
         if at_once:
             self._sockets.shut()
+            self._breaker.give_up("this worker has left the group")
         self._sockets.forget()
         self._members = ()
         if dist.is_initialized():
-            last_reference = [group, dist.group.WORLD]
+            last_reference = [dist.group.WORLD]
             dist.destroy_process_group()
-            del group
-            threading.Thread(target=last_reference.clear).start()
+            closing = threading.Thread(target=last_reference.clear, daemon=True)
+            closing.start()
+            self._closing = [one for one in self._closing if one.is_alive()] + [closing]
 
     def _leave(self, *, save: bool, code: int = 0) -> NoReturn:
         if save:
@@ -364,10 +370,11 @@ class ElasticMembership:
 
     # Called by other threads ------------------------------------------------------------------
 
-    def _break_with_the_lost(self, generation: Generation) -> None:
-        """Break the group, or its opening, if a member is gone who has not agreed to go."""
-        if self._has_lost(generation):
+    def _break_if_broken(self) -> None:
+        """Break the group if a member is gone who has not agreed to go."""
+        if self._members and self._is_broken():
             self._sockets.shut()
+            self._breaker.give_up("a member is gone")
 
     def _beat(self, count: int) -> Beat:
         if self._leave_asked and not self._leave_told:

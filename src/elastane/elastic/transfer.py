@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from elastane.elastic.flatten import flatten_state, unflatten_state
 from elastane.errors import CommunicationError, StateError
+from elastane.peers import Breaker
 
 __all__ = ["receive_state", "send_state"]
 
@@ -41,7 +42,13 @@ class _Form:
         return torch.Size(self.shape).numel()
 
 
-def send_state(tree: object, *, to: int | Sequence[int], group: dist.ProcessGroup) -> None:
+def send_state(
+    tree: object,
+    *,
+    to: int | Sequence[int],
+    group: dist.ProcessGroup,
+    breaker: Breaker | None = None,
+) -> None:
     """Send a state tree to ranks that call `receive_state` at the same time.
 
     Large tensors are sent from where they lie, so the tree must not change meanwhile. Everything
@@ -51,6 +58,7 @@ def send_state(tree: object, *, to: int | Sequence[int], group: dist.ProcessGrou
         tree: the state; `flatten_state` says what it may hold.
         to: the receiver's rank in the group, or several.
         group: gloo or nccl; no other messages between these ranks may be under way.
+        breaker: ends the wait for receivers that are gone, if the group does not.
 
     Raises:
         UnsupportedError: something in the tree can't be sent. The receivers hear nothing.
@@ -65,15 +73,20 @@ def send_state(tree: object, *, to: int | Sequence[int], group: dist.ProcessGrou
     messages = [message.to(device) for message in messages]
     messages += [_joined([flats[index] for index in some]) for some in _payloads(forms)]
     ranks = [to] if isinstance(to, int) else to
-    _wait(
+    works = (
         _guarded(lambda message=message, rank=rank, tag=tag: group.send([message], rank, tag))
         for tag, message in enumerate(messages)
         for rank in ranks
     )
+    _wait(works, breaker=breaker)
 
 
 def receive_state(
-    *, source: int, group: dist.ProcessGroup, into: Sequence[torch.Tensor] = ()
+    *,
+    source: int,
+    group: dist.ProcessGroup,
+    into: Sequence[torch.Tensor] = (),
+    breaker: Breaker | None = None,
 ) -> Any:
     """Receive the state tree that rank `source` sends.
 
@@ -86,6 +99,7 @@ def receive_state(
         group: the sender's group.
         into: tensors to receive into, in place: the first ones of the tree, in its order. They
             are part of the tree that is returned.
+        breaker: ends the wait for a sender that is gone, if the group does not.
 
     Returns:
         The tree. Other tensors than `into` lie on the CPU where the sender's did, else on this
@@ -97,16 +111,17 @@ def receive_state(
         CommunicationError: the sender is gone, or did not send within the group's time-out.
     """
     device = _wire_device(group)
-    skeleton, forms = _receive_description(source, group=group, device=device)
+    skeleton, forms = _receive_description(source, group=group, device=device, breaker=breaker)
     targets = [tensor.detach() for tensor in into]
     _check_fit(targets, forms)
     targets += [_empty(form) for form in forms[len(targets) :]]
     payloads = _payloads(forms)
     landings = [_landing([targets[index] for index in some], device=device) for some in payloads]
-    _wait(
+    works = (
         _guarded(lambda landing=landing, tag=tag: group.recv([landing], source, tag))
         for tag, landing in enumerate(landings, start=_FIRST_PAYLOAD)
     )
+    _wait(works, breaker=breaker)
     for some, landing in zip(payloads, landings, strict=True):
         _hand_out(landing, targets=[targets[index] for index in some])
     return unflatten_state(skeleton, targets)
@@ -165,13 +180,13 @@ def _description(skeleton: str, forms: Iterable[_Form]) -> bytearray:
 
 
 def _receive_description(
-    source: int, *, group: dist.ProcessGroup, device: torch.device
+    source: int, *, group: dist.ProcessGroup, device: torch.device, breaker: Breaker | None
 ) -> tuple[str, list[_Form]]:
     """Return the skeleton and the forms of what `source` sends."""
     length = torch.zeros(1, dtype=torch.int64, device=device)
-    _wait([_guarded(lambda: group.recv([length], source, _LENGTH))])
+    _wait([_guarded(lambda: group.recv([length], source, _LENGTH))], breaker=breaker)
     text = torch.empty(int(length), dtype=torch.uint8, device=device)
-    _wait([_guarded(lambda: group.recv([text], source, _DESCRIPTION))])
+    _wait([_guarded(lambda: group.recv([text], source, _DESCRIPTION))], breaker=breaker)
     values = json.loads(text.cpu().numpy().tobytes())
     forms = [
         _Form(dtype=_dtype(name), shape=tuple(shape), device_type=device_type)
@@ -198,10 +213,18 @@ def _check_fit(into: Sequence[torch.Tensor], forms: Sequence[_Form]) -> None:
             )
 
 
-def _wait(works: Iterable[dist.Work]) -> None:
+def _wait(works: Iterable[dist.Work], *, breaker: Breaker | None) -> None:
     """Start all, then wait for all."""
-    for work in list(works):
-        _guarded(work.wait)
+    started = list(works)
+
+    def wait() -> None:
+        for work in started:
+            work.wait()
+
+    if breaker is None:
+        _guarded(wait)
+    else:
+        breaker.call(wait)
 
 
 def _guarded(action: Callable[[], _T]) -> _T:

@@ -98,7 +98,7 @@ class Decider:
             case AgentHere():
                 self._keep(agents=sorted({*self.record.agents, fact.agent}))
         self.roster = facts.fold(self.roster, fact, now=self.now, time=self._clock.now())
-        if isinstance(fact, AgentHere):
+        if isinstance(fact, AgentHere) and fact.slots:
             self._count_places()
 
     def look(self) -> None:

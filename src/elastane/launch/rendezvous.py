@@ -29,6 +29,8 @@ from elastane.protocol import (
 
 __all__ = ["AgentLine", "Event", "Orphaned", "Reconnected", "StoreRendezvous"]
 
+_CLOSING_LIMIT_S = 5.0
+
 _RECONNECT_S = 0.25
 
 
@@ -88,10 +90,10 @@ class AgentLine:
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
-        with suppress(*LOST):
-            connect(self.address, patience_s=0).queue_push(orders_key(self.agent), "")
+        with suppress(*LOST):  # wake the thread that waits for orders
+            self.store.queue_push(orders_key(self.agent), "")
         for thread in self._threads:
-            thread.join()
+            thread.join(_CLOSING_LIMIT_S)
         self._client = None
 
     @property

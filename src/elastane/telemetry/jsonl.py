@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import BinaryIO
@@ -42,7 +44,7 @@ class JsonlSink:
     def __init__(self, run_dir: str | PathLike[str]) -> None:
         self._path = Path(run_dir) / EVENTS_NAME
         self._file: BinaryIO | None = None
-        self._closed = False
+        self._closed = self._has_warned = False
 
     def write(self, event: Mapping[str, object], /) -> None:
         """Append one event and hand it to the operating system.
@@ -54,16 +56,30 @@ class JsonlSink:
         if self._closed:
             raise UsageError(f"write to {self._path} after close(). Emit before the run ends.")
         line = json.dumps(_plain(event, name=str(event.get("event", "event"))), allow_nan=False)
-        if self._file is None:
-            self._file = _open(self._path)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
+        try:
+            if self._file is None:
+                self._file = _open(self._path)
+            self._file.write(line.encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            self._give_up(error)
 
     def close(self) -> None:
         """Close the file."""
         self._closed = True
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
+
+    def _give_up(self, error: OSError) -> None:
+        """Lose an event rather than the training; the next one tries the file anew."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"events are lost, {self._path} can't be written: {error}", stacklevel=2)
 
 
 def _open(path: Path) -> BinaryIO:
