@@ -873,3 +873,31 @@ def test_a_worker_that_is_done_may_take_its_time_before_it_exits():
         job.act()
     assert not [order for order in job.orders if isinstance(order, End)]
     assert job.verdict() is None
+
+
+def test_a_member_that_beats_but_never_enters_is_left_behind_once_others_wait_for_it():
+    job = training(2)
+    job.roster = replace(job.roster, target=3)
+    job.act()
+    job.ready(3)
+    assert job.act().members == (1, 2, 3)
+    for worker in (1, 2):
+        job.fold(Entered(worker=worker, generation=job.now.number, step=5, source=1))
+    for _ in range(9):
+        job.pass_time(1.0)
+        assert job.act() is None
+    job.pass_time(1.5)
+    left = job.act()
+    assert (left.members, left.lost, left.cause) == ((1, 2), (3,), "hang")
+    assert "has not met the others" in left.reason
+
+
+def test_members_of_whom_none_enters_are_told_to_meet_again():
+    job = training(2)
+    job.exit(2)
+    assert job.act().members == (1,)
+    for _ in range(11):
+        job.pass_time(1.0)
+        again = job.act()
+    assert (again.members, again.cause) == ((1,), "broken")
+    assert "nobody has entered" in again.reason

@@ -135,10 +135,12 @@ def _loss(number: int, *, now: Generation, roster: Roster, rules: Rules, time: f
         return "leave" if worker.code == 0 else "death", exit_sentence(number, worker.code)
     if is_lost(roster.agents.get(worker.agent), rules=rules, time=time):
         return "lost", f"agent {worker.agent} of worker {number} is silent"
-    return _hang(worker, now=now, rules=rules, time=time)
+    return _hang(worker, now=now, roster=roster, rules=rules, time=time)
 
 
-def _hang(worker: Worker, *, now: Generation, rules: Rules, time: float) -> Why | None:
+def _hang(
+    worker: Worker, *, now: Generation, roster: Roster, rules: Rules, time: float
+) -> Why | None:
     entering = worker.entered < now.number
     limit = min(rules.hang_limit_s, rules.join_limit_s) if entering else rules.hang_limit_s
     silent_s = time - worker.heard
@@ -147,6 +149,10 @@ def _hang(worker: Worker, *, now: Generation, rules: Rules, time: float) -> Why 
     late_s = 0.0 if worker.behind is None or entering or not now.go else time - worker.behind
     if late_s > rules.hang_limit_s:
         return "hang", f"worker {worker.worker} has kept the others waiting for {late_s:.1f} s"
+    waited_s = time - roster.published if entering and now.go and not worker.beat.paused else 0.0
+    others_entered = any(w.entered == now.number for w in roster.workers.values())
+    if others_entered and waited_s > rules.hang_limit_s:
+        return "hang", f"worker {worker.worker} has not met the others for {waited_s:.1f} s"
     return None
 
 
@@ -262,10 +268,8 @@ def _mend(
 
     If that was of no use, newcomers that never managed to enter are left out.
     """
-    if roster.broken is None or roster.broken[0] != now.number or not members:
-        return None
-    _, since, why = roster.broken
-    if time - since < rules.broken_patience_s:
+    why = _breakage(now, members, roster, rules=rules, time=time)
+    if why is None:
         return None
     old = tuple(w for w in members if roster.workers[w].entered)
     again = roster.num_broken > 0 and roster.best_step <= roster.broken_step
@@ -275,6 +279,20 @@ def _mend(
         reason += f", but for {name_workers(new)}"
     kept = tuple(w for w in members if w not in new)
     return Decision(members=kept, cause="broken", reason=reason, go=now.go, lost=new)
+
+
+def _breakage(
+    now: Generation, members: tuple[int, ...], roster: Roster, *, rules: Rules, time: float
+) -> str | None:
+    """Return why the newest generation is taken for broken, or `None`."""
+    if roster.broken is not None and roster.broken[0] == now.number and members:
+        _, since, why = roster.broken
+        return why if time - since >= rules.broken_patience_s else None
+    nobody = now.go and not any(roster.workers[w].entered == now.number for w in members)
+    paused = any(roster.workers[w].beat.paused for w in members)
+    if members and nobody and not paused and time - roster.published > rules.hang_limit_s:
+        return f"nobody has entered it for {rules.hang_limit_s:g} s"
+    return None
 
 
 def _wind_up(

@@ -6,6 +6,7 @@ One function, for members that have met already. Knows nothing of the supervisor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,7 @@ def enter_group(
     trainee: Trainee,
     sockets: GroupSockets,
     breaker: Breaker,
+    pause: Callable[[str], AbstractContextManager[None]],
 ) -> Entry:
     """Open the group of a generation and make all its members equal.
 
@@ -98,6 +100,7 @@ def enter_group(
         trainee: gives and takes state.
         sockets: remembers the group's sockets.
         breaker: ends every wait for the others.
+        pause: tells that copying takes its time.
 
     Raises:
         CommunicationError: the group broke. The state is as it was, or a newcomer's and void.
@@ -116,7 +119,8 @@ def enter_group(
         trainee.resume()
         entry = Entry(turns=trainee.step, outcome=None, is_current=False)
         standings = _gather(entry, trainee=trainee, peers=peers, device=device, rank=world.rank)
-    entry = _equalize(entry, standings, rank=world.rank, peers=peers, trainee=trainee)
+    with pause("copying state"):
+        entry = _equalize(entry, standings, rank=world.rank, peers=peers, trainee=trainee)
     wrapping.use(peers, spread_weights=False)
     wrapping.merge_statistics(counted=entry.is_current)
     return entry

@@ -76,7 +76,7 @@ class Link:
         self._history = History()
         self._entered: Generation | None = None
         self._standing: Message | None = None
-        self._closing = Event()
+        self._closing, self._introduced = Event(), Event()
         self._lost_at: float | None = None
         self._client: TCPStore | None = None
         self._spare: TCPStore | None = None
@@ -96,13 +96,13 @@ class Link:
     @contextmanager
     def connected(self) -> Iterator[None]:
         """Say hello and stay in touch for the length of a block."""
-        self.send(self._hello())
         threads = [
             Thread(target=target, name=f"elastane {name}", daemon=True)
             for name, target in (("watcher", self._watch), ("beat", self._tell_beats))
         ]
         for thread in threads:
             thread.start()
+        self._introduced.wait(_ANSWER_LIMIT.seconds)  # hello comes before all other facts
         try:
             yield
         finally:
@@ -192,6 +192,7 @@ class Link:
         store.queue_push(protocol.INBOX, self._hello().to_json())
         if self._standing is not None:
             store.queue_push(protocol.INBOX, self._standing.to_json())
+        self._introduced.set()
 
     def _follow(self, store: TCPStore) -> None:
         """Take every generation as it comes, until the store is gone."""

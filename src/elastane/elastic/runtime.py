@@ -287,6 +287,7 @@ class ElasticMembership:
             trainee=trainee,
             sockets=self._sockets,
             breaker=self._breaker,
+            pause=self.pause,
         )
         self.world = world
         self._turns = self._arrived = entry.turns

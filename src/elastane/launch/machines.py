@@ -15,7 +15,6 @@ from elastane.launch.console import Console
 from elastane.launch.folder import LauncherRecord
 from elastane.launch.hosts import HostsJob, HostsWatcher
 from elastane.launch.hosts_plan import PlanRules
-from elastane.launch.jobs import LAUNCHER_NAME
 from elastane.launch.link import parse_address
 from elastane.launch.options import RunOptions
 from elastane.launch.ssh import Reach, is_local
@@ -49,7 +48,7 @@ def port_of(record: LauncherRecord, *, asked: int) -> int:
     known = parse_address(record.store)[1] if record.store else 0
     if asked and known and asked != known:
         rule = f"the job of this folder is at port {known}, where its workers look for it"
-        way_out = f"Leave it out. If none of them lives, remove {LAUNCHER_NAME} from the folder."
+        way_out = "Leave it out; only a job that has ended may come back elsewhere."
         raise ArgumentError(describe("port", asked, rule=rule, way_out=way_out))
     return known or asked
 
