@@ -61,8 +61,8 @@ class Trainee(Protocol):
         """Write a durable checkpoint now, if the run keeps any."""
         ...
 
-    def resume(self) -> None:
-        """Go on from the newest durable checkpoint, if there is one."""
+    def resume(self) -> bool:
+        """Go on from the newest durable checkpoint; say whether there is one."""
         ...
 
     def left(self) -> None:

@@ -211,10 +211,10 @@ class Loop:
         # All workers ended the step before this one, or this one could not have been averaged.
         self.settled(self.stepper.controller.step - int(outcome.committed))
         result = self._last_result = self._reporter.step(outcome, plan=self._plan)
-        if self._membership.final_at_once:
-            self.settled(result.step)
         if outcome.committed:
             self._keeper.committed(result.step)
+        if self._membership.final_at_once:
+            self.settled(result.step)
         return result
 
     def settled(self, step: int) -> None:

@@ -142,6 +142,7 @@ class Reporter:
         self._own_sinks: list[Sink] = []
         self._telemetry = Telemetry([])
         self._held: dict[str, Any] | None = None
+        self._settled: dict[str, Any] | None = None
         self._change: dict[str, Any] | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._started = self._last = time.perf_counter()
@@ -192,6 +193,8 @@ class Reporter:
                 generation=self._world.generation,
                 **self._facts,
             )
+        if self._settled is not None:  # who was rank 0 may have died before it told this one
+            self._telemetry.emit("step", **self._settled)
 
     def _close(self, *, everything: bool) -> None:
         """Stop to tell; the sinks that were given to us are closed only when the run is over."""
@@ -249,7 +252,8 @@ class Reporter:
     def settled(self, step: int) -> None:
         """Tell the step that was held back, or forget it if it has become void."""
         held, self._held = self._held, None
-        if held is not None and held["step"] <= step and self._telemetry.enabled:
+        if held is not None and held["step"] <= step:
+            self._settled = held
             self._telemetry.emit("step", **held)
 
     def _hold(self, result: StepResult, *, epoch: int) -> None:

@@ -38,7 +38,9 @@ class Rules:
         heartbeat_limit_s: silence of an agent after which it counts as lost.
         start_patience_s: how long a first generation waits for the slowest worker.
         hello_patience_s: how long a worker may live without opening a session before the script
-            counts as one that opens none.
+            counts as one that opens none, once a worker has died.
+        resize_patience_s: the same once the number of places has changed: a session may take its
+            time to open.
         broken_patience_s: how long a broken group waits for the death that explains it.
         leave_grace_s: time of a dismissed worker after the others have gone on.
         stop_grace_s: time of all workers to write a checkpoint and leave when the job stops.
@@ -56,6 +58,7 @@ class Rules:
     heartbeat_limit_s: float = 3.0
     start_patience_s: float = 30.0
     hello_patience_s: float = 10.0
+    resize_patience_s: float = 60.0
     broken_patience_s: float = 0.3
     leave_grace_s: float = 10.0
     stop_grace_s: float = 30.0

@@ -113,8 +113,8 @@ class Training:
         """Write a durable checkpoint now, if the run keeps any."""
         self._keeper.save(self.step)
 
-    def resume(self) -> None:
-        """Go on from the newest durable checkpoint, if there is one.
+    def resume(self) -> bool:
+        """Go on from the newest durable checkpoint; say whether there is one.
 
         Raises:
             StateError: it is of another run.
@@ -122,6 +122,7 @@ class Training:
         state = self._keeper.newest()
         if state is not None:
             self.load_state_dict(state)
+        return state is not None
 
     def left(self) -> None:
         """Tell nothing any longer."""

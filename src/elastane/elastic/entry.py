@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from elastane.batching import World
 from elastane.elastic.opening import open_group
 from elastane.elastic.sockets import GroupSockets
 from elastane.elastic.transfer import receive_state, send_state
-from elastane.errors import StateError
+from elastane.errors import CommunicationError, StateError
 from elastane.group import Trainee, Wrapping
 from elastane.peers import Breaker, Peers, digest_of
 
-__all__ = ["Entry", "Standing", "enter_group", "sources"]
+__all__ = ["TORN", "Entry", "Standing", "TornError", "enter_group", "sources"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,14 @@ class Entry:
     outcome: Any
     is_current: bool
     source: int = 0
+
+
+class TornError(CommunicationError):
+    """A newcomer's state came only in part: it is worth less than none."""
+
+
+TORN = Entry(turns=-1, outcome=None, is_current=False)
+"""What a newcomer brings whose state is torn: nobody may take it, itself included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +124,7 @@ def enter_group(
     peers = Peers(group, breaker=breaker)
     standings = _gather(entry, trainee=trainee, peers=peers, device=device, rank=world.rank)
     if not any(standing.is_current for standing in standings):
-        trainee.resume()
-        entry = Entry(turns=trainee.step, outcome=None, is_current=False)
+        entry = _resumed(entry, trainee=trainee)
         standings = _gather(entry, trainee=trainee, peers=peers, device=device, rank=world.rank)
     with pause("copying state"):
         entry = _equalize(entry, standings, rank=world.rank, peers=peers, trainee=trainee)
@@ -130,8 +137,21 @@ def _enter_alone(entry: Entry, *, wrapping: Wrapping, trainee: Trainee) -> Entry
     wrapping.use(None)
     if entry.is_current:
         return entry
-    trainee.resume()
-    return Entry(turns=trainee.step, outcome=None, is_current=True)
+    return replace(_resumed(entry, trainee=trainee), is_current=True)
+
+
+def _resumed(entry: Entry, *, trainee: Trainee) -> Entry:
+    """Go on from the newest checkpoint; without one, from what there is, if it is whole.
+
+    Raises:
+        StateError: it is torn.
+    """
+    if trainee.resume() or entry != TORN:
+        return Entry(turns=trainee.step, outcome=None, is_current=False)
+    raise StateError(
+        "the last worker that held the state died while it was copied to this one, and there is "
+        "no checkpoint: training has to begin anew, with another worker"
+    )
 
 
 def _gather(
@@ -181,7 +201,12 @@ def _equalize(
         return Entry(turns=entry.turns, outcome=entry.outcome, is_current=True, source=rank)
     # A member that lags behind keeps its own state until the whole of the other's has come.
     into = () if entry.is_current else trainee.tensors()
-    state = receive_state(source=source, group=peers.group, into=into, breaker=peers.breaker)
-    trainee.load_state_dict(state["training"])
-    turns = standings[source].turns
-    return Entry(turns=turns, outcome=state["outcome"], is_current=False, source=source)
+    try:
+        state = receive_state(source=source, group=peers.group, into=into, breaker=peers.breaker)
+    except CommunicationError as error:
+        why = str(error)
+    else:
+        trainee.load_state_dict(state["training"])
+        turns, outcome = standings[source].turns, state["outcome"]
+        return Entry(turns=turns, outcome=outcome, is_current=False, source=source)
+    raise TornError(why) if into else CommunicationError(why)

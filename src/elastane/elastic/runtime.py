@@ -27,7 +27,7 @@ import torch.distributed as dist
 from elastane import protocol
 from elastane._env import ElasticLaunch
 from elastane.batching import World
-from elastane.elastic.entry import Entry, enter_group
+from elastane.elastic.entry import TORN, Entry, TornError, enter_group
 from elastane.elastic.link import Link
 from elastane.elastic.meeting import Arrival, Superseded, meet, participants
 from elastane.elastic.sockets import GroupSockets
@@ -77,7 +77,7 @@ class ElasticMembership:
         self._met = (0, 0)  # generation, meetings in it so far
         self._turns = self._arrived = 0
         self._outcome: Any = None
-        self._is_current = False
+        self._is_current = self._is_torn = False
         self._switch_agreed = self._leave_asked = self._leave_told = False
         self._doing, self._paused = "train", ""
         self.warming = True
@@ -225,6 +225,7 @@ class ElasticMembership:
             try:
                 is_whole = self._enter(generation, evaluating=evaluating)
             except (CommunicationError, Superseded) as error:
+                self._is_torn = self._is_torn or isinstance(error, TornError)
                 why = str(error)
             else:
                 self._switch_agreed = not is_whole
@@ -245,7 +246,7 @@ class ElasticMembership:
                     self._leave(save=self._is_current, code=EXIT_ORPHANED)
                 if expects_one:
                     self._complain("the group broke, or all agreed to leave it")
-            elif generation.cause == "stop" or worker in self._link.history.dismissed:
+            elif worker in self._link.history.dismissed:
                 nobody_stays = not generation.members
                 may_save = self.world.rank == 0 if planned else self._is_current
                 self._leave(save=nobody_stays and may_save)
@@ -279,7 +280,9 @@ class ElasticMembership:
             generation=generation.number,
         )
         entry = enter_group(
-            Entry(turns=self._turns, outcome=self._outcome, is_current=self._is_current),
+            Entry(turns=self._turns, outcome=self._outcome, is_current=self._is_current)
+            if not self._is_torn
+            else TORN,
             prefix=f"{protocol.group_prefix(generation.number)}/{self._met[1]}",
             world=world,
             store=self._link.new_store,
@@ -291,7 +294,7 @@ class ElasticMembership:
         )
         self.world = world
         self._turns = self._arrived = entry.turns
-        self._outcome, self._is_current = entry.outcome, True
+        self._outcome, self._is_current, self._is_torn = entry.outcome, True, False
         trainee.entered(world, cause=generation.cause)
         trainee.settled(trainee.step)
         is_whole = len(taking_part) == len(generation.members)

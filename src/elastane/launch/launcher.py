@@ -31,15 +31,16 @@ from elastane.launch.folder import (
     LauncherRecord,
     lock_agent,
     lock_run,
+    read_agent,
     read_launcher,
     write_launcher,
 )
 from elastane.launch.lifeline import Lifeline
-from elastane.launch.link import JOB_KEY, connect, parse_address, serve
+from elastane.launch.link import JOB_KEY, Store, connect, parse_address, serve
 from elastane.launch.machines import advertised, joinable, local, port_of, watcher
 from elastane.launch.options import RunOptions
 from elastane.launch.rendezvous import AgentLine
-from elastane.launch.slots import Slots
+from elastane.launch.slots import Slots, born_of
 from elastane.protocol import EndAgent
 
 __all__ = ["join_job", "parse_workers", "run_job"]
@@ -67,6 +68,28 @@ def parse_workers(text: str) -> tuple[int, int, int]:
     return least, most, most
 
 
+def _serve(record: LauncherRecord, options: RunOptions, run_dir: Path) -> Store:
+    """Open the store where its workers look for it; elsewhere if that is taken and none lives.
+
+    Raises:
+        OSError: the port is taken, and workers may look for the store there.
+    """
+    port = port_of(record, asked=options.port)
+    try:
+        return serve(port)
+    except OSError as error:
+        if options.port or len(record.agents) > 1 or _has_workers(record, run_dir):
+            message = f"port {port} is taken, and workers of the job may look for its store there"
+            raise OSError(f"{message}: free it ({error})") from error
+    return serve(0)
+
+
+def _has_workers(record: LauncherRecord, run_dir: Path) -> bool:
+    """Return whether a worker of an earlier launcher lives on this machine."""
+    known = [one for agent in record.agents for one in read_agent(run_dir, agent).values()]
+    return any(born_of(one["pid"]) == one["born"] for one in known)
+
+
 def run_job(options: RunOptions) -> int:
     """Run a job to its end and return the exit code of the launcher.
 
@@ -79,7 +102,7 @@ def run_job(options: RunOptions) -> int:
     run_dir = (options.run_dir or Path("runs") / _new_name(options)).resolve()
     with lock_run(run_dir), ExitStack() as stack:
         record = _record(options, run_dir)
-        server = serve(port_of(record, asked=options.port))
+        server = _serve(record, options, run_dir)
         record = replace(record, store=advertised(options, port=server.port))
         job = _agent_job(options, job=record.job, run_dir=run_dir)
         server.set(JOB_KEY, json.dumps(asdict(job)))

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing import (
 
 from elastane.launch.folder import log_paths
 
-__all__ = ["Ended", "Process", "Slots"]
+__all__ = ["Ended", "Process", "Slots", "born_of"]
 
 _TORCH_LOG = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
 _UNWATCHED_POLL_S = 0.005  # where the system has no pidfd
@@ -105,7 +105,7 @@ class Slots:
 
     def adopt(self, slot: int, *, worker: int, pid: int, born: str) -> bool:
         """Watch a worker of an earlier launcher and return whether it still lives."""
-        if not born or _born(pid) != born:
+        if not born or born_of(pid) != born:
             return False
         self._processes[slot] = _watch(worker, pid, context=None)
         return True
@@ -212,13 +212,13 @@ def _watch(worker: int, pid: int, *, context: Any) -> Process:
     handle = -1
     with suppress(OSError):  # an old kernel, or a process that is gone already
         handle = os.pidfd_open(pid)
-    return Process(worker=worker, pid=pid, born=_born(pid), context=context, handle=handle)
+    return Process(worker=worker, pid=pid, born=born_of(pid), context=context, handle=handle)
 
 
 def _exit(process: Process) -> _Exit | None:
     """Return how a process ended, or `None`; the process stays to be waited for."""
     if process.context is None:
-        return None if _born(process.pid) == process.born else _Exit(code=None)
+        return None if born_of(process.pid) == process.born else _Exit(code=None)
     info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if info is None:
         return None
@@ -226,7 +226,7 @@ def _exit(process: Process) -> _Exit | None:
     return _Exit(code=-info.si_status if killed else info.si_status)
 
 
-def _born(pid: int) -> str:
+def born_of(pid: int) -> str:
     """Return the system's start time of a live process, or "" if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

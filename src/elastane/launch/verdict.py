@@ -36,8 +36,9 @@ def may_restart(roster: Roster, *, rules: Rules, time: float) -> bool:
     if roster.spoke or roster.stopping or not attempt:
         return False
     live = [w for w in attempt if not w.exited]
-    patient = any(time - w.started < rules.hello_patience_s for w in live)
     died = any(w.exited and w.code != 0 for w in attempt)
+    patience_s = rules.hello_patience_s if died else rules.resize_patience_s
+    patient = any(time - w.started < patience_s for w in live)
     places = len(places_of(roster, rules=rules, time=time))
     resized = bool(live) and min(roster.target + rules.standby, places) != len(attempt)
     return not patient and (died or resized)
