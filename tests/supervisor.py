@@ -94,7 +94,7 @@ class Supervisor:
             )
             arguments = self.folder, launch.environment(), Options(**options)
             self.processes[worker] = context.Process(target=run, args=arguments)
-            with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):
+            with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR", RES_OPTIONS="attempts:0"):
                 self.processes[worker].start()
 
     def begin(self, *workers: int, **options: Any) -> Generation:
@@ -104,6 +104,8 @@ class Supervisor:
         return self.change(*workers, cause="start")
 
     def publish(self, *members: int, cause: str = "join", **fields: Any) -> Generation:
+        known = {worker for one in self.generations for worker in one.members}
+        self.wait_ready(*(worker for worker in members if worker not in known))
         number = self.generation.number + 1
         generation = Generation(
             number=number, members=members, cause=cause, time=time.time(), **fields

@@ -209,9 +209,9 @@ def test_all_workers_end_at_one_step_whatever_divides_what(tmp_path):
     options = {"rule": "linear", "num_samples": 293, "num_steps": 333.3, "step_s": 0.002}
     with supervising(tmp_path) as supervisor:
         supervisor.start(4, **options)
+        supervisor.wait_ready(4)
         supervisor.begin(1, 2, 3, **options)
         supervisor.let_train(1, steps=3)
-        supervisor.wait_ready(4)
         supervisor.change(1, 2, 3, 4)
         assert [supervisor.exit_code(worker) for worker in (1, 2, 3, 4)] == [0, 0, 0, 0]
         committed = audit(supervisor, num_samples=293)

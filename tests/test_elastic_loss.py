@@ -92,7 +92,6 @@ def test_a_run_that_was_lost_exactly_at_the_end_of_an_epoch_begins_the_next_one(
 
 
 @processes
-@pytest.mark.xfail(reason="the first meeting after a store's return asks a client of the old one")
 def test_training_goes_on_without_a_store_and_changes_go_on_with_the_next(tmp_path):
     with supervising(tmp_path, orphan_limit_s=300.0) as supervisor:
         supervisor.begin(1, 2)

@@ -112,7 +112,6 @@ def test_a_hung_member_holds_nobody_up_once_it_is_given_up_and_can_only_rejoin(s
 
 # [4] [20]
 @processes
-@pytest.mark.xfail(reason="a generation that comes just before the opening blocks breaks nothing")
 def test_a_joiner_that_stops_or_dies_anywhere_on_its_way_in_holds_nobody_up(supervisor):
     supervisor.start(3, 4, 5, 6, 7, width=4000)
     supervisor.begin(1, 2, width=4000)
@@ -135,7 +134,6 @@ def test_a_joiner_that_stops_or_dies_anywhere_on_its_way_in_holds_nobody_up(supe
 
 # [4] [20]
 @processes
-@pytest.mark.xfail(reason="a generation that comes just before the opening blocks breaks nothing")
 def test_a_joiner_that_was_left_behind_on_its_way_in_can_be_let_in_later(supervisor):
     supervisor.begin(1, 2)
     supervisor.start(3)
@@ -165,7 +163,6 @@ def let_in_and_signal(
 
 # [8] [22]
 @processes
-@pytest.mark.xfail(reason="who saw all arrive opens a group that who was superseded never enters")
 def test_newer_generations_may_come_at_any_time_while_an_older_one_is_entered(supervisor):
     supervisor.begin(1, 2, 3)
     supervisor.let_train(1)

@@ -69,6 +69,8 @@ def decide(now: Generation, roster: Roster, *, rules: Rules, time: float) -> Dec
         room = min(max(roster.target - len(present), 1 - len(staying)), len(ready))
         staying, leavers = present, {}
     joining = tuple(ready[: max(room, 0)])
+    if now.go and roster.settled is None and not (losses or leavers):
+        joining = ()  # a newer generation would end the entering of this one
     change = _change(staying, joining, now=now, losses=losses, leavers=leavers, rules=rules)
     return change or _mend(now, staying, roster, rules=rules, time=time)
 

@@ -77,7 +77,7 @@ class ElasticMembership:
         self._met = (0, 0)  # generation, meetings in it so far
         self._turns = self._arrived = 0
         self._outcome: Any = None
-        self._is_current = self._is_torn = False
+        self._is_current = self._is_torn = self._is_entering = False
         self._switch_agreed = self._leave_asked = self._leave_told = False
         self._doing, self._paused = "train", ""
         self.warming = True
@@ -269,7 +269,8 @@ class ElasticMembership:
         """Enter a generation; return whether all its members take part, newcomers too."""
         if self._met[0] != generation.number:
             self._met = (generation.number, 0)
-        self._members, self._breaker = generation.members, Breaker()
+        self._breaker, self._is_entering = Breaker(), True
+        self._members = generation.members
         taking_part = self._meet(generation, evaluating=evaluating)
         if self._is_broken():
             raise Superseded
@@ -295,6 +296,7 @@ class ElasticMembership:
         self.world = world
         self._turns = self._arrived = entry.turns
         self._outcome, self._is_current, self._is_torn = entry.outcome, True, False
+        self._is_entering = False
         trainee.entered(world, cause=generation.cause)
         trainee.settled(trainee.step)
         is_whole = len(taking_part) == len(generation.members)
@@ -341,8 +343,15 @@ class ElasticMembership:
         raise CommunicationError(f"the store is gone, {why}")
 
     def _is_broken(self) -> bool:
-        """Return whether the group, open or being opened, can't hold any longer."""
-        return self._link.history.is_broken(self._members, since=self._met[0])
+        """Return whether the group can't hold any longer.
+
+        While it is being entered, any newer generation ends that for all alike: one member that
+        went on to the newer one would keep the others waiting.
+        """
+        history, since = self._link.history, self._met[0]
+        if self._is_entering:
+            return history.newest.number > since
+        return history.is_broken(self._members, since=since)
 
     def _leave_group(self, *, at_once: bool = True) -> None:
         """Let go of the group; destroying it takes 10 ms a member, in a thread of its own.
