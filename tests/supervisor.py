@@ -92,9 +92,11 @@ class Supervisor:
                 run_dir=str(self.folder / "run"),
                 **self._launch,
             )
-            arguments = self.folder, launch.environment(), Options(**options)
+            # Without the last, torch looks names up in vain, now and then for seconds.
+            environment = launch.environment() | {"RES_OPTIONS": "attempts:0"}
+            arguments = self.folder, environment, Options(**options)
             self.processes[worker] = context.Process(target=run, args=arguments)
-            with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR", RES_OPTIONS="attempts:0"):
+            with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):
                 self.processes[worker].start()
 
     def begin(self, *workers: int, **options: Any) -> Generation:

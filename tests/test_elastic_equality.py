@@ -17,9 +17,6 @@ from elastane.controller import Measuring, StepController
 from elastane.momentum import MomentumRamp
 
 processes = pytest.mark.processes
-may_block = pytest.mark.xfail(
-    reason="gloo now and then fails to end an operation whose sockets are shut or closed"
-)
 
 BASE_LR, MOMENTUM = 0.1, 0.9
 TOLERANCE = 1e-9
@@ -82,7 +79,6 @@ def undisturbed(folder, **options):
 
 # [8] [13] [15] [22]
 @processes
-@may_block
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("batch", "rule", "num_steps"), [("grid", "adascale", 400), ("global", "linear", 560)]

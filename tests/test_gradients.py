@@ -17,8 +17,8 @@ from torch import nn
 
 from elastane.errors import CommunicationError, UnsupportedError, UsageError
 from elastane.gradients import GradientTap
-from elastane.peers import Peers
 from elastane.noise import MomentAverage, Moments, estimate_moments, gain, total_moments
+from elastane.peers import Peers
 from elastane.replica import wrap
 
 always = partial(settings, derandomize=True, deadline=None, database=None)

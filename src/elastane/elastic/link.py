@@ -80,6 +80,7 @@ class Link:
         self._lost_at: float | None = None
         self._client: TCPStore | None = None
         self._spare: TCPStore | None = None
+        self._lent: TCPStore | None = None
         self._posted: SimpleQueue[Message] = SimpleQueue()
 
     @property
@@ -144,9 +145,10 @@ class Link:
         return self._client
 
     def new_store(self) -> TCPStore:
-        """Return a client that serves a group, and may block.
+        """Return a client to open a group with, in which a thread may be caught.
 
-        One lies ready: to connect can take seconds where names are looked up in vain.
+        One lies ready, or is used again: to connect can take seconds where names are looked up
+        in vain.
 
         Raises:
             OSError, RuntimeError: there is no store at present.
@@ -154,7 +156,12 @@ class Link:
         spare, self._spare = self._spare, None
         store = spare if _answers(spare) else connect(self._launch.store)
         assert store is not None
+        self._lent = store
         return store
+
+    def keep_store(self) -> None:
+        """Take back the client that a group was opened with: nobody was caught in it."""
+        self._spare, self._lent = self._lent or self._spare, None
 
     def wait_newer(self, than: int, *, timeout_s: float) -> Generation | None:
         """Return the newest generation once it is newer than `than`; `None` when time is up."""

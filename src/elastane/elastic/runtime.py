@@ -297,6 +297,7 @@ class ElasticMembership:
         self._turns = self._arrived = entry.turns
         self._outcome, self._is_current, self._is_torn = entry.outcome, True, False
         self._is_entering = False
+        self._link.keep_store()
         trainee.entered(world, cause=generation.cause)
         trainee.settled(trainee.step)
         is_whole = len(taking_part) == len(generation.members)
