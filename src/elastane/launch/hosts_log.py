@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-__all__ = ["Change", "HostChange", "add_change", "log_of", "newest_changes", "read_changes"]
+__all__ = ["HostChange", "add_change", "log_of", "newest_changes", "read_changes"]
 
 Change = Literal["ADDED", "REMOVED", "FAILED"]
 

@@ -19,7 +19,7 @@ from elastane.launch.facts import restart_delay_s
 from elastane.launch.hosts_file import Host
 from elastane.launch.hosts_log import Change
 
-__all__ = ["Action", "Place", "PlanRules", "Sight", "Step", "next_step"]
+__all__ = ["Place", "PlanRules", "Sight", "Step", "next_step"]
 
 Stage = Literal["waiting", "preparing", "starting", "there", "leaving", "gone"]
 Action = Literal["", "prepare", "start", "drain", "kill", "release"]
