@@ -113,9 +113,8 @@ class ElasticMembership:
     def rehearsed(self) -> None:
         """Say that this worker is ready, wait until it is let in, and go in."""
         self.warming = False
-        self._tried = (
-            self._link.history.newest.number
-        )  # what went before does not concern this worker
+        # What went before does not concern this worker.
+        self._tried = self._link.history.newest.number
         gc.freeze()  # an automatic collection would fall into somebody's pause, too
         self._link.tell(Ready(worker=self._launch.worker))
         self._regroup(evaluating=False)
