@@ -84,7 +84,7 @@ def test_the_first_worker_or_two_at_once_may_die_and_each_sample_counts_once(sup
     supervisor.finish()
     committed = audit(supervisor)
     assert [step["world_size"] for step in committed if step["generation"] == 3][-1] == 1
-    check_events(supervisor, committed, may_miss=1)
+    check_events(supervisor, committed)
 
 
 # [6] [16] [21]
