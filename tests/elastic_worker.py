@@ -57,6 +57,7 @@ class Options:
         fail_at: position from which this worker's user code raises.
         nan_at: step whose loss is not finite when it is tried first.
         checkpoint_every: steps between two checkpoints.
+        dies_in: generation of which this worker makes the first step, and dies.
     """
 
     num_steps: float = 1e9
@@ -77,6 +78,7 @@ class Options:
     fail_at: int | None = None
     nan_at: int | None = None
     checkpoint_every: int | None = None
+    dies_in: int | None = None
 
 
 class Recorder:
@@ -265,6 +267,8 @@ def train(
             skipped=result.skipped,
             statistics=statistics_of(session.model) if options.batch_norm else None,
         )
+        if result.generation == options.dies_in:
+            os.kill(os.getpid(), signal.SIGKILL)
         if options.evaluate_every and result.step % options.evaluate_every == 0:
             evaluation = session.evaluate(gated_hits, dataset, batch_size=64)
             recorder.write("evaluation", step=result.step, sums=evaluation.sums)

@@ -83,3 +83,25 @@ def test_an_indented_block_of_a_plain_docstring_is_literal_and_a_section_is_not(
         *["A tree:", "", "::", "", "    a * b", "    └── c", "", "Args:"],
         r"    x: a \* b.",
     ]
+
+
+def test_every_report_is_held_by_the_tests_that_the_page_names():
+    page = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")
+    promised = {
+        (int(row[1]), test)
+        for row in re.finditer(r"^\| (\d+) \|.*\|([^|]*)\|$", page, re.MULTILINE)
+        for test in re.findall(r"`(test_\w+)`", row[2])
+    }
+    held = {
+        (int(number), found["test"])
+        for path in ROOT.glob("tests/test_*.py")
+        for found in re.finditer(
+            r"^# (?P<numbers>(?:\[\d+\] ?)+)\n(?:@.*\n(?:[ )].*\n)*)*def (?P<test>\w+)",
+            path.read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+        for number in re.findall(r"\d+", found["numbers"])
+    }
+
+    assert promised == held
+    assert {number for number, _ in promised} == set(range(1, 28))

@@ -1,6 +1,6 @@
 """Numbers under changes: weights, learning rate and progress are what they are without any.
 
-Numbers in brackets are rows of the table of public bug reports that elastic jobs are known for.
+Numbers in brackets are rows of docs/reports.md.
 """
 
 from __future__ import annotations

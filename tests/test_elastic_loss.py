@@ -1,6 +1,6 @@
 """Everybody dies, the store is lost, the job stops, a machine goes away: what is left then.
 
-Numbers in brackets are rows of the table of public bug reports that elastic jobs are known for.
+Numbers in brackets are rows of docs/reports.md.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def test_a_run_that_was_lost_exactly_at_the_end_of_an_epoch_begins_the_next_one(
         audit(supervisor, num_samples=64)
 
 
+# [7]
 @processes
 def test_training_goes_on_without_a_store_and_changes_go_on_with_the_next(tmp_path):
     with supervising(tmp_path, orphan_limit_s=300.0) as supervisor:

@@ -1,6 +1,6 @@
 """Workers that come, go, die, hang and come back: what the others do then.
 
-Numbers in brackets are rows of the table of public bug reports that elastic jobs are known for.
+Numbers in brackets are rows of docs/reports.md.
 """
 
 from __future__ import annotations
@@ -85,6 +85,22 @@ def test_the_first_worker_or_two_at_once_may_die_and_each_sample_counts_once(sup
     committed = audit(supervisor)
     assert [step["world_size"] for step in committed if step["generation"] == 3][-1] == 1
     check_events(supervisor, committed)
+
+
+# [16] [22]
+@processes
+@pytest.mark.parametrize("dying", [1, 3])
+def test_a_death_between_the_first_two_steps_of_a_group_holds_nobody_up(supervisor, dying):
+    others = [worker for worker in (1, 2, 3, 4) if worker != dying]
+    supervisor.start(dying, dies_in=2)
+    supervisor.begin(*others)
+    supervisor.publish(1, 2, 3, 4)
+    assert supervisor.exit_code(dying) == -signal.SIGKILL
+    wait_blocked(supervisor, others[0])
+    assert seconds_to_enter(supervisor, *others, cause="death", lost=(dying,)) < PROMPTLY_S
+    supervisor.let_train(*others)
+    supervisor.finish()
+    check_events(supervisor, audit(supervisor))
 
 
 # [6] [16] [21]

@@ -1,6 +1,6 @@
 """What users have in an elastic job: batch statistics, evaluation, their own errors, telemetry.
 
-Numbers in brackets are rows of the table of public bug reports that elastic jobs are known for.
+Numbers in brackets are rows of docs/reports.md.
 """
 
 from __future__ import annotations

@@ -92,11 +92,12 @@ class Job:
         for w in workers:
             self.fold(Exited(agent="here", worker=w, code=code, message=message))
 
-    def beat(self, *workers, count=None, arrived=5, step=5, paused="", doing="train"):
+    def beat(self, *workers, count=None, arrived=5, step=5, paused="", doing="train", met=0):
         beats = {
             w: Beat(
                 count=count if count is not None else int(self.time * 100) + 1,
                 generation=self.now.number,
+                met=met.get(w, 0) if isinstance(met, dict) else met,
                 step=step,
                 arrived=arrived[w] if isinstance(arrived, dict) else arrived,
                 paused=paused,
@@ -174,6 +175,7 @@ def test_fewer_than_the_least_do_not_start():
     assert job.act() is None
 
 
+# [17]
 def test_those_who_are_ready_at_the_same_moment_join_together_at_the_end():
     job = training(2)
     job.roster = replace(job.roster, target=4)
@@ -185,6 +187,7 @@ def test_those_who_are_ready_at_the_same_moment_join_together_at_the_end():
     assert (joined.lost, joined.dismissed) == ((), ())
 
 
+# [17]
 def test_more_than_wanted_are_not_admitted():
     job = training(2)
     job.ready(3)
@@ -192,6 +195,7 @@ def test_more_than_wanted_are_not_admitted():
     assert job.act() is None
 
 
+# [17]
 def test_a_standby_takes_a_dead_members_place_in_the_same_generation():
     job = training(2, rules=replace(RULES, standby=1))
     job.act()
@@ -595,6 +599,7 @@ def test_the_next_try_in_a_slot_waits_longer_after_each_early_death():
     ]
 
 
+# [9]
 def test_too_many_early_deaths_end_the_job_with_the_reason():
     job = training(2, rules=replace(RULES, max_respawns=2), slots=2)
     job.exit(2)
@@ -893,6 +898,30 @@ def test_a_member_that_beats_but_never_enters_is_left_behind_once_others_wait_fo
     left = job.act()
     assert (left.members, left.lost, left.cause) == ((1, 2), (3,), "hang")
     assert "has not met the others" in left.reason
+
+
+def test_a_member_that_never_comes_to_the_meeting_is_left_behind_by_those_who_came():
+    job = training(4)
+    job.exit(4)
+    now = job.act().number
+    came = {1: now - 1, 2: now, 3: now}
+    for _ in range(9):
+        job.pass_time(1.0, met=came)
+        assert job.act() is None
+    job.pass_time(1.5, met=came)
+    left = job.act()
+    assert (left.members, left.lost, left.cause) == ((2, 3), (1,), "hang")
+    assert "has not met the others" in left.reason
+
+
+def test_members_who_all_came_and_did_not_enter_meet_again():
+    job = training(3)
+    job.exit(3)
+    now = job.act().number
+    for _ in range(11):
+        job.pass_time(1.0, met=now)
+        again = job.act()
+    assert (again.members, again.cause) == ((1, 2), "broken")
 
 
 def test_members_of_whom_none_enters_are_told_to_meet_again():

@@ -521,6 +521,41 @@ def test_loader_processes_change_nothing_and_resuming_may_change_their_number() 
     assert torch.equal(second["weights"], wanted["weights"])
 
 
+def packed(samples: list[tuple[torch.Tensor, int, int]]) -> tuple[torch.Tensor, ...]:
+    """Return rows of up to three images that share a label, and all indices in one tensor."""
+    by_label: dict[int, list[torch.Tensor]] = {}
+    for image, label, _ in samples:
+        by_label.setdefault(label, []).append(image)
+    rows = [
+        (torch.stack(images[at : at + 3]).mean(0), label)
+        for label, images in by_label.items()
+        for at in range(0, len(images), 3)
+    ]
+    images, labels = zip(*rows, strict=True)
+    indices = torch.tensor([index for _, _, index in samples])
+    return torch.stack(images), torch.tensor(labels), indices
+
+
+# [25]
+def test_a_resume_counts_samples_not_what_the_collate_function_made_of_them() -> None:
+    loader = LoaderOptions(seed=3, collate_fn=packed)
+    session, optimizer = build_session(
+        build_model(), batch=LocalBatch(24, micro_batches=2), loader=loader
+    )
+    with session:
+        first = train(session, max_steps=9)
+        state = session.state_dict()
+    resumed, other = build_session(
+        build_model(), batch=LocalBatch(24, micro_batches=2), loader=loader
+    )
+    other.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(state)
+    with resumed:
+        second = train(resumed, max_steps=20)
+    samples = [index for indices, _ in first["seen"] + second["seen"] for index in indices]
+    assert samples == stream_indices(0, len(samples), num_samples=301, seed=3).tolist()
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(["model", "optimizer", "session"])))
 def test_a_saved_run_goes_on_as_if_nothing_had_happened_in_any_order_of_loading(
     order: tuple[str, ...], tmp_path: Any

@@ -29,6 +29,7 @@ __all__ = [
     "loss_scale",
     "no_buffer_sync",
     "note_overflow",
+    "rebuild_buckets",
     "rendezvous",
     "shut_down_loader",
 ]
@@ -52,6 +53,17 @@ def no_buffer_sync() -> dict[str, Any]:
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     known = "forward_sync_buffers" in parameters
     return {"forward_sync_buffers" if known else "broadcast_buffers": False}
+
+
+def rebuild_buckets(wrapper: DistributedDataParallel) -> bool:
+    """Have DDP put its buckets into the order in which gradients came, as its second forward does.
+
+    The workers agree on the order by blocking operations. Returns whether it was done: before the
+    first averaged backward, with unused parameters, and a second time it is not.
+    """
+    was_done = wrapper.reducer._rebuild_buckets()
+    wrapper._has_rebuilt_buckets = wrapper._has_rebuilt_buckets or was_done
+    return was_done
 
 
 def loss_scale(scaler: GradScaler) -> float | torch.Tensor | None:

@@ -10,8 +10,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from elastane import replica
+from elastane._compat import rebuild_buckets
 from elastane.batching import World
 from elastane.gradients import GradientTap
 from elastane.peers import Peers
@@ -159,6 +161,7 @@ class Wrapping:
         self._tap = tap
         self._ddp = dict(ddp)
         self._trainable: frozenset[int] = frozenset()
+        self._unsettled: DistributedDataParallel | None = None
         self.peers: Peers | None = None
 
     @property
@@ -189,6 +192,20 @@ class Wrapping:
             self._unwrap()
             self._wrap(self.peers, spread_weights=True)
 
+    def settle(self) -> None:
+        """Do between two steps what DDP would do in its second forward, where nobody can break it.
+
+        All workers must call it before each step.
+
+        Raises:
+            CommunicationError: the group broke.
+        """
+        wrapper, peers = self._unsettled, self.peers
+        if wrapper is None or peers is None:
+            return
+        if peers.call(lambda: rebuild_buckets(wrapper), on_host=self.device.type == "cpu"):
+            self._unsettled = None
+
     def merge_statistics(self, *, counted: bool = True) -> None:
         """Give all workers the same running statistics of BatchNorm.
 
@@ -210,15 +227,20 @@ class Wrapping:
 
     def _wrap(self, peers: Peers, *, spread_weights: bool) -> None:
         options = {**self._ddp, "init_sync": spread_weights and self._ddp.get("init_sync", True)}
-        wrapper = replica.wrap(self.model.inner, group=peers.group, options=options)
+        wrapper = peers.call(
+            lambda: replica.wrap(self.model.inner, group=peers.group, options=options),
+            on_host=self.device.type == "cpu",
+        )
         self._tap.attach(wrapper, peers=peers)
         self.model.use(wrapper, on_failure=self._tap.note_failure)
         self._trainable = self._now_trainable()
+        self._unsettled = None if wrapper.find_unused_parameters else wrapper
 
     def _unwrap(self) -> None:
         self.model.use(None)
         self._tap.detach()
         self._trainable = frozenset()
+        self._unsettled = None
 
 
 def backend_of(device: torch.device) -> str:

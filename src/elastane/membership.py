@@ -152,8 +152,11 @@ def _hang(
     if late_s > rules.hang_limit_s:
         return "hang", f"worker {worker.worker} has kept the others waiting for {late_s:.1f} s"
     waited_s = time - roster.published if entering and now.go and not worker.beat.paused else 0.0
-    others_entered = any(w.entered == now.number for w in roster.workers.values())
-    if others_entered and waited_s > rules.hang_limit_s:
+    others = [w for w in roster.workers.values() if w.worker in now.members and w != worker]
+    waited_for = any(w.entered == now.number for w in others) or (
+        worker.beat.met < now.number and any(w.beat.met == now.number for w in others)
+    )
+    if waited_for and waited_s > rules.hang_limit_s:
         return "hang", f"worker {worker.worker} has not met the others for {waited_s:.1f} s"
     return None
 

@@ -140,6 +140,27 @@ class Peers:
         self.group = group
         self.breaker = breaker or Breaker()
 
+    def call(self, action: Callable[[], T], *, on_host: bool) -> T:
+        """Return what an action returns that waits for the group without saying so.
+
+        Args:
+            action: to be called by all workers.
+            on_host: whether it waits for the CPU's tensors, and so in a thread that can be left
+                alone. On a device, aborting the group ends it.
+
+        Raises:
+            CommunicationError: the group broke.
+        """
+        if on_host:
+            return self.breaker.call(action)
+        try:
+            return action()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            why = str(error)
+        raise CommunicationError(_BROKEN.format(why))
+
     def sum(self, values: Tensor) -> None:
         """Add up a tensor over the workers, in place.
 

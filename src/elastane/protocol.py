@@ -153,6 +153,7 @@ class Beat(Message):
     Attributes:
         count: grows with every beat; a count that stands still is a stopped process.
         generation: that it is in, or 0.
+        met: newest generation in which it has come to the place where its members meet, or 0.
         step: committed steps.
         arrived: number of the newest turn (step, evaluation) whose own part it has finished; a
             member that lags behind the others here keeps them waiting.
@@ -165,6 +166,7 @@ class Beat(Message):
 
     count: int
     generation: int = 0
+    met: int = 0
     step: int = 0
     arrived: int = 0
     doing: str = "train"

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from elastane import protocol
 from elastane._compat import TCPStore
+from elastane.errors import CommunicationError
 
 __all__ = ["Arrival", "Superseded", "meet", "participants"]
 
@@ -34,7 +35,7 @@ class Arrival(StrEnum):
 
 
 def meet(
-    store: TCPStore,
+    store: Callable[[], TCPStore],
     *,
     generation: int,
     number: int,
@@ -46,7 +47,7 @@ def meet(
     """Wait for all members of a generation; return how each has come.
 
     Args:
-        store: the job's.
+        store: reaches the job's.
         generation: number of the generation.
         number: of the meeting within the generation, from 1.
         worker: own id.
@@ -56,23 +57,34 @@ def meet(
 
     Raises:
         Superseded: there is.
+        CommunicationError: the store is gone.
     """
     meeting = f"{protocol.meeting_key(generation)}/{number}"
-    store.set(f"{meeting}/{worker}", arrival)
+    try:
+        reached = store()
+        reached.set(f"{meeting}/{worker}", arrival)
+        all_came = _wait_for_all(reached, meeting, num=len(members), is_superseded=is_superseded)
+        # The first to say so decides for all: else some would open the group, and wait for others.
+        outcome = reached.compare_set(f"{meeting}/outcome", "", "met" if all_came else "given up")
+        if outcome == b"met":
+            found = reached.multi_get([f"{meeting}/{member}" for member in members])
+            return {m: Arrival(text.decode()) for m, text in zip(members, found, strict=True)}
+    except (OSError, RuntimeError) as error:
+        raise CommunicationError(f"the store is gone, {error}") from error
+    raise Superseded
+
+
+def _wait_for_all(
+    store: TCPStore, meeting: str, *, num: int, is_superseded: Callable[[], bool]
+) -> bool:
+    """Say that one more is there; return whether all came before the meeting became idle."""
     present = store.add(meeting, 1)
     wait_s = _SHORTEST_WAIT_S
-    while present < len(members):
-        if is_superseded():
-            break
+    while present < num and not is_superseded():
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         present = store.add(meeting, 0)
-    # The first to say so decides for all: else some would open the group, and wait for the others.
-    outcome = "met" if present >= len(members) else "given up"
-    if store.compare_set(f"{meeting}/outcome", "", outcome) != b"met":
-        raise Superseded
-    found = store.multi_get([f"{meeting}/{member}" for member in members])
-    return {m: Arrival(text.decode()) for m, text in zip(members, found, strict=True)}
+    return present >= num
 
 
 def participants(arrivals: Mapping[int, Arrival]) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,12 +27,13 @@ from elastane import protocol
 from elastane._env import ElasticLaunch
 from elastane.batching import World
 from elastane.elastic.entry import TORN, Entry, TornError, enter_group
+from elastane.elastic.held import HeldGroup
 from elastane.elastic.link import Link
 from elastane.elastic.meeting import Arrival, Superseded, meet, participants
-from elastane.elastic.sockets import GroupSockets
+from elastane.elastic.signals import on_sigterm
 from elastane.errors import CommunicationError, UsageError
 from elastane.group import Trainee, Wrapping
-from elastane.peers import Breaker, Peers
+from elastane.peers import Peers
 from elastane.protocol import Beat, Broken, Done, Entered, Generation, Leaving, Ready
 
 __all__ = ["ElasticMembership", "WorkerLeft"]
@@ -41,7 +41,6 @@ __all__ = ["ElasticMembership", "WorkerLeft"]
 T = TypeVar("T")
 
 _LOOK_AROUND_S = 1.0
-_CLOSING_LIMIT_S = 1.0
 EXIT_ORPHANED = 75
 EXIT_LEFT_BEHIND = 76
 _ORPHANED = "there is no launcher any more: this worker writes a checkpoint and ends"
@@ -64,16 +63,13 @@ class ElasticMembership:
     """
 
     def __init__(self, wrapping: Wrapping, *, launch: ElasticLaunch) -> None:
-        self._wrapping = wrapping
+        self._group = HeldGroup(wrapping)
         self._launch = launch
         self._link = Link(launch, beat=self._beat, on_change=self._break_if_broken)
-        self._sockets = GroupSockets()
         self._trainee: Trainee | None = None
         self._members: tuple[int, ...] = ()
         self._is_over = False
         self._tried = 0
-        self._breaker = Breaker()
-        self._closing: list[threading.Thread] = []
         self._met = (0, 0)  # generation, meetings in it so far
         self._turns = self._arrived = 0
         self._outcome: Any = None
@@ -86,7 +82,7 @@ class ElasticMembership:
     @property
     def peers(self) -> Peers | None:
         """The workers of the present group; `None` while this worker is alone."""
-        return self._wrapping.peers
+        return self._group.wrapping.peers
 
     @property
     def final_at_once(self) -> bool:
@@ -104,7 +100,7 @@ class ElasticMembership:
         self._trainee = trainee
         with ExitStack() as stack:
             stack.callback(self._forget)
-            stack.enter_context(_on_sigterm(self._ask_to_leave))
+            stack.enter_context(on_sigterm(self._ask_to_leave))
             stack.enter_context(self._link.connected())
             yield
             if self._members and not self._is_over:  # left by `break`, on all workers at once
@@ -125,7 +121,8 @@ class ElasticMembership:
             self._regroup(evaluating=False)
         while not self.warming:
             try:
-                self._wrapping.refresh()
+                self._group.wrapping.refresh()
+                self._group.wrapping.settle()
             except CommunicationError:
                 pass
             else:
@@ -188,9 +185,8 @@ class ElasticMembership:
 
     def _forget(self) -> None:
         gc.unfreeze()
-        self._leave_group()
-        for closing in self._closing:  # one that waits for an operation may take half an hour
-            closing.join(_CLOSING_LIMIT_S)
+        self._members = ()
+        self._group.close()
         self._trainee = None
 
     def _held(self) -> Trainee:
@@ -199,7 +195,7 @@ class ElasticMembership:
 
     def _sum_once(self) -> None:
         if self.peers is not None:
-            self.peers.sum(torch.zeros(1, device=self._wrapping.device))
+            self.peers.sum(torch.zeros(1, device=self._group.wrapping.device))
 
     # Regrouping ------------------------------------------------------------------------------
 
@@ -268,7 +264,8 @@ class ElasticMembership:
         """Enter a generation; return whether all its members take part, newcomers too."""
         if self._met[0] != generation.number:
             self._met = (generation.number, 0)
-        self._breaker, self._is_entering = Breaker(), True
+        self._group.renew()
+        self._is_entering = True
         self._members = generation.members
         taking_part = self._meet(generation, evaluating=evaluating)
         if self._is_broken():
@@ -286,10 +283,10 @@ class ElasticMembership:
             prefix=f"{protocol.group_prefix(generation.number)}/{self._met[1]}",
             world=world,
             store=self._link.new_store,
-            wrapping=self._wrapping,
+            wrapping=self._group.wrapping,
             trainee=trainee,
-            sockets=self._sockets,
-            breaker=self._breaker,
+            sockets=self._group.sockets,
+            breaker=self._group.breaker,
             pause=self.pause,
         )
         self.world = world
@@ -324,23 +321,18 @@ class ElasticMembership:
         taking_part: tuple[int, ...] = ()
         while self._launch.worker not in taking_part:
             self._met = (generation.number, self._met[1] + 1)
-            taking_part = participants(self._arrivals(generation, arrival))
-        return taking_part
-
-    def _arrivals(self, generation: Generation, arrival: Arrival) -> dict[int, Arrival]:
-        try:
-            return meet(
-                self._link.store(),
-                generation=generation.number,
-                number=self._met[1],
-                worker=self._launch.worker,
-                members=generation.members,
-                arrival=arrival,
-                is_superseded=lambda: self._link.history.newest.number > generation.number,
+            taking_part = participants(
+                meet(
+                    self._link.store,
+                    generation=generation.number,
+                    number=self._met[1],
+                    worker=self._launch.worker,
+                    members=generation.members,
+                    arrival=arrival,
+                    is_superseded=lambda: self._link.history.newest.number > generation.number,
+                )
             )
-        except (OSError, RuntimeError) as error:
-            why = str(error)
-        raise CommunicationError(f"the store is gone, {why}")
+        return taking_part
 
     def _is_broken(self) -> bool:
         """Return whether the group can't hold any longer.
@@ -354,23 +346,8 @@ class ElasticMembership:
         return history.is_broken(self._members, since=since)
 
     def _leave_group(self, *, at_once: bool = True) -> None:
-        """Let go of the group; destroying it takes 10 ms a member, in a thread of its own.
-
-        Args:
-            at_once: shut its sockets, so that nobody waits for this worker in it.
-        """
-        self._wrapping.drop()
-        if at_once:
-            self._sockets.shut()
-            self._breaker.give_up("this worker has left the group")
-        self._sockets.forget()
         self._members = ()
-        if dist.is_initialized():
-            last_reference = [dist.group.WORLD]
-            dist.destroy_process_group()
-            closing = threading.Thread(target=last_reference.clear, daemon=True)
-            closing.start()
-            self._closing = [one for one in self._closing if one.is_alive()] + [closing]
+        self._group.let_go(at_once=at_once)
 
     def _leave(self, *, save: bool, code: int = 0) -> NoReturn:
         if save:
@@ -386,8 +363,7 @@ class ElasticMembership:
     def _break_if_broken(self) -> None:
         """Break the group if a member is gone who has not agreed to go."""
         if self._members and self._is_broken():
-            self._sockets.shut()
-            self._breaker.give_up("a member is gone")
+            self._group.break_up("a member is gone")
 
     def _beat(self, count: int) -> Beat:
         if self._leave_asked and not self._leave_told:
@@ -399,6 +375,7 @@ class ElasticMembership:
         return Beat(
             count=count,
             generation=self.world.generation if self._members else 0,
+            met=self._met[0],
             step=trainee.step if trainee else 0,
             arrived=self._arrived,
             doing=self._doing,
@@ -411,16 +388,3 @@ class ElasticMembership:
         if self._leave_asked or not self._members:
             raise WorkerLeft(0 if not self._leave_asked else 128 + signal.SIGTERM)
         self._leave_asked = True
-
-
-@contextmanager
-def _on_sigterm(action: Callable[[], None]) -> Iterator[None]:
-    """Call `action` on SIGTERM for the length of a block, where signals can be handled."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: action())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
