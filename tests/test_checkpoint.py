@@ -555,6 +555,21 @@ def test_a_publication_that_fails_leaves_no_draft(tmp_path, monkeypatch):
     assert names_in(tmp_path) == []
 
 
+def test_a_checkpoint_counts_as_written_also_if_older_ones_cant_be_removed(tmp_path, monkeypatch):
+    def refuse(*, newest):
+        raise PermissionError(f"not with {newest.path.name}")
+
+    store = CheckpointStore(tmp_path)
+    monkeypatch.setattr(store, "prune", refuse)
+    with Saver(store) as saver:
+        saver.begin(stage(tree_of(1)), step=1)
+        saver.confirm(1)
+        with pytest.warns(RuntimeWarning, match="step 1 was written, but older ones could not be"):
+            saver.wait(30)
+        (outcome,) = saver.outcomes()
+    assert (outcome.error, outcome.path) == ("", str(store.newest().path))
+
+
 def large_tree(step):
     return {"weights": torch.full((50_000,), float(step)), "step": step}
 

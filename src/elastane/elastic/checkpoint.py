@@ -99,8 +99,11 @@ class CheckpointStore:
         generation: int = 0,
         facts: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
-        """Write and publish a checkpoint; see `write` and `publish`."""
-        return self.publish(self.write(tree, step=step, generation=generation, facts=facts))
+        """Write and publish a checkpoint and remove old ones; see `write`, `publish`, `prune`."""
+        draft = self.write(tree, step=step, generation=generation, facts=facts)
+        checkpoint = self.publish(draft)
+        self.prune(newest=checkpoint)
+        return checkpoint
 
     def write(
         self,
@@ -137,9 +140,7 @@ class CheckpointStore:
         return Draft(path=path, manifest=manifest)
 
     def publish(self, draft: Draft) -> Checkpoint:
-        """Make a draft a checkpoint by one rename, then remove those that are too many.
-
-        Of several of the same step the last one stays.
+        """Make a draft a checkpoint, by one rename.
 
         Raises:
             OSError: the draft is gone, or the folder can't be written to.
@@ -149,8 +150,25 @@ class CheckpointStore:
             name=self._free_name(_name(draft.manifest.step, generation=draft.manifest.generation)),
         )
         self._known_whole.add(path)
-        self._prune(newest=path)
         return Checkpoint(path=path, manifest=draft.manifest)
+
+    def prune(self, *, newest: Checkpoint) -> None:
+        """Remove what is older than the last whole checkpoints; of one step's the last one stays.
+
+        Args:
+            newest: stays in any case.
+
+        Raises:
+            OSError: something can't be removed; the checkpoints that count are not touched.
+        """
+        whole: set[tuple[int, ...]] = set()
+        for path in reversed(self._published()):
+            place = _rank(path)[:2]
+            if len(whole) < self._keep and place not in whole:
+                whole |= {place} if self._is_whole(path) else set()
+            elif path != newest.path:
+                self._known_whole.discard(path)
+                self._shelf.remove(path)
 
     def discard(self, draft: Draft) -> None:
         """Remove a draft."""
@@ -219,17 +237,6 @@ class CheckpointStore:
         wanted = _rank_of(name)[:2]
         attempts = [a for *place, a in map(_rank, self._published()) if tuple(place) == wanted]
         return f"{name}-{max(attempts) + 1}" if attempts else name
-
-    def _prune(self, *, newest: Path) -> None:
-        """Remove what is older than the last whole ones; `newest` stays in any case."""
-        whole: set[tuple[int, ...]] = set()
-        for path in reversed(self._published()):
-            place = _rank(path)[:2]
-            if len(whole) < self._keep and place not in whole:
-                whole |= {place} if self._is_whole(path) else set()
-            elif path != newest:
-                self._known_whole.discard(path)
-                self._shelf.remove(path)
 
     def _is_whole(self, path: Path) -> bool:
         """Return whether a checkpoint is whole; each is read once."""

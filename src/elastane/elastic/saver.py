@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from elastane.elastic.checkpoint import CheckpointStore, Draft
+from elastane.elastic.checkpoint import Checkpoint, CheckpointStore, Draft
 from elastane.elastic.flatten import flatten_state, unflatten_state
 
 __all__ = ["Outcome", "Saver", "stage"]
@@ -239,11 +239,23 @@ class Saver:
             job.tree = None
         elif action == "publish":
             assert job.draft is not None
-            return str(self._store.publish(job.draft).path)
+            checkpoint = self._store.publish(job.draft)
+            self._prune(checkpoint)
+            return str(checkpoint.path)
         elif action == "discard":
             assert job.draft is not None
             self._store.discard(job.draft)
         return ""
+
+    def _prune(self, checkpoint: Checkpoint) -> None:
+        try:
+            self._store.prune(newest=checkpoint)
+        except OSError as error:
+            with self._changed:
+                self._unsaid.append(
+                    f"the checkpoint of step {checkpoint.manifest.step} was written, but older "
+                    f"ones could not be removed, {error}: the next save tries again"
+                )
 
     def _end(self, outcome: Outcome) -> None:
         self._job = None
