@@ -173,6 +173,7 @@ def test_two_workers_that_are_killed_at_once_are_both_replaced(run):
     assert lost == {1, 3}
 
 
+# [11]
 @processes
 def test_scaling_down_dismisses_the_newest_and_scaling_up_brings_others(run):
     run.start("--workers", "1:3").meet()
@@ -299,6 +300,22 @@ def test_everybody_killed_and_started_again_goes_on_counting(run):
     again = run.generation(2)
 
     assert (again.members, again.cause, again.lost) == ((3, 4), "start", (1, 2))
+
+
+@processes
+@pytest.mark.parametrize("everybody", [True, False])
+def test_a_first_number_counts_again_only_where_no_worker_goes_on(run, everybody):
+    run.start("--workers", "1:3", "--initial", 2).meet()
+    run.generation(1)
+    before = run.workers()
+    run.launcher.kill()
+    run.launcher.wait()
+    for pid in before.values() if everybody else ():
+        os.killpg(pid, signal.SIGKILL)
+
+    run.start("--workers", "1:3", "--initial", 1).meet()
+
+    assert run.status()["target"] == (1 if everybody else 2)
 
 
 @processes
@@ -483,6 +500,7 @@ def test_a_run_folder_has_one_launcher(run):
     assert "another launcher runs in this folder" in second.stderr
 
 
+# [12]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -503,5 +521,6 @@ def test_arguments_are_refused_with_the_rule(arguments, message, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+# [12]
 def test_workers_are_a_number_or_a_range():
-    assert (parse_workers("4"), parse_workers("2:8")) == ((1, 4, 4), (2, 8, 8))
+    assert (parse_workers("4"), parse_workers("2:8")) == ((1, 4), (2, 8))

@@ -142,7 +142,7 @@ def run(ctx: click.Context, *, script: str, as_module: bool, **given: Any) -> No
 
     hosts = _hosts(given)
     workers = f"1:{default_most(hosts.hosts)}" if hosts else "1"
-    least, most, initial = parse_workers(given["workers"] or workers)
+    least, most = parse_workers(given["workers"] or workers)
     rules = Rules(
         min_workers=least,
         max_workers=most,
@@ -158,7 +158,7 @@ def run(ctx: click.Context, *, script: str, as_module: bool, **given: Any) -> No
         script=words,
         name=script if as_module else Path(script).stem,
         rules=rules,
-        initial=_initial(given["initial"], least=least, most=most) or initial,
+        initial=_initial(given["initial"], least=least, most=most),
         slots=given["slots"],
         run_dir=given["run_dir"],
         job=given["job"],

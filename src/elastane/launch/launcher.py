@@ -50,22 +50,22 @@ _END_GRACE_S = 5.0
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def parse_workers(text: str) -> tuple[int, int, int]:
-    """Return the least, most and first number of workers of N or MIN:MAX.
+def parse_workers(text: str) -> tuple[int, int]:
+    """Return the least and most number of workers of N or MIN:MAX.
 
     Raises:
         ArgumentError: it is neither.
 
     Example:
         >>> parse_workers("4"), parse_workers("2:8")
-        ((1, 4, 4), (2, 8, 8))
+        ((1, 4), (2, 8))
     """
     found = re.fullmatch(r"(?:(\d+):)?(\d+)", text)
     least, most = (int(found[1] or 1), int(found[2])) if found else (0, 0)
     if not 1 <= least <= most:
         rule = "must be N, or MIN:MAX with 1 <= MIN <= MAX"
         raise ArgumentError(describe("workers", text, rule=rule, way_out="For example 4 or 2:8."))
-    return least, most, most
+    return least, most
 
 
 def _serve(record: LauncherRecord, options: RunOptions, run_dir: Path) -> Store:
@@ -206,7 +206,10 @@ def _on_signals(*, end: Callable[[], object], kill: Callable[[], object]) -> Ite
 
 
 def _record(options: RunOptions, run_dir: Path) -> LauncherRecord:
-    """Return what is known from an earlier launcher of this folder, or a fresh record."""
+    """Return what is known from an earlier launcher of this folder, or a fresh record.
+
+    A number of workers asked for at first counts again where none is left that goes on.
+    """
     target = options.initial or options.rules.max_workers
     earlier = read_launcher(run_dir)
     job = options.job or (earlier.job if earlier else run_dir.name)
@@ -215,9 +218,11 @@ def _record(options: RunOptions, run_dir: Path) -> LauncherRecord:
         return fresh
     if earlier.state != "running":
         return replace(fresh, worker_ids=earlier.worker_ids)
+    goes_on = len(earlier.agents) > 1 or _has_workers(earlier, run_dir)
     rules = options.rules
     kept = min(max(earlier.target, rules.min_workers), rules.max_workers)
-    return replace(earlier, job=job, pid=os.getpid(), target=kept)
+    target = kept if goes_on or options.initial is None else options.initial
+    return replace(earlier, job=job, pid=os.getpid(), target=target)
 
 
 def _agent_job(options: RunOptions, *, job: str, run_dir: Path) -> AgentJob:
