@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from benchmarks.blackout.__main__ import keeps_promises, summary
-from benchmarks.blackout.job import BlackoutError, Job
+from benchmarks.blackout.job import Job
 from benchmarks.blackout.lineage import Lineage, Stand
 from benchmarks.blackout.run import Round
 from benchmarks.blackout.shelf import DAMAGES, damage, drafts, look
 from benchmarks.chaos.audit import orphans
+from benchmarks.launched import JobError
 from elastane.elastic.checkpoint import CheckpointStore
 
 ROOT = Path(__file__).parents[1]
@@ -260,9 +261,9 @@ def test_a_job_that_does_not_start_is_told(tmp_path):
     job = Job(folder=tmp_path, name=f"blackout-{os.getpid()}-none", max_workers=1)
     (tmp_path / "run").write_text("no folder")
 
-    with pytest.raises(BlackoutError, match="the launcher ended with exit code"), job.ended():
+    with pytest.raises(JobError, match="the launcher ended with exit code"), job.ended():
         job.start(1)
-        job.scale(1)
+        job.ask("status")
 
 
 def end(blackout):

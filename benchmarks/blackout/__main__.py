@@ -33,9 +33,10 @@ from typing import Any
 
 import click
 
-from benchmarks.blackout.job import BlackoutError, Job
+from benchmarks.blackout.job import Job
 from benchmarks.blackout.run import Round, Rounds, prepare
 from benchmarks.chaos.audit import audit, orphans
+from benchmarks.launched import JobError
 
 _NUM_INTERVALS, _NUM_INTERVALS_A_KILL = 15, 10  # in base steps, of which a step makes up to 4
 
@@ -56,7 +57,7 @@ def blackout(
             for number in range(1, kills + 1):
                 rounds.black_out(number)
             rounds.finish()
-        except BlackoutError as error:
+        except JobError as error:
             rounds.problems.append(str(error))
         left = orphans(name)
     found = audit(folder, num_samples=num_samples)

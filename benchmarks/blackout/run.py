@@ -15,15 +15,16 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.blackout.job import Job, wait_until
+from benchmarks.blackout.job import Job
 from benchmarks.blackout.lineage import Lineage, Stand
 from benchmarks.blackout.shelf import DAMAGES, Look, damage, drafts, look
+from benchmarks.launched import wait_until
 from benchmarks.resize.job import Tail
 from elastane.launch.folder import log_paths
 
 __all__ = ["Round", "Rounds", "prepare"]
 
-_WAIT_LIMIT_S = 90.0
+_WAIT_LIMIT_S, _POLL_S = 90.0, 0.001
 _END_LIMIT_S = 600.0
 _IN_WRITE_S = 0.012
 _ANY_TIME_S = 12.0
@@ -112,7 +113,7 @@ class Rounds:
         """Start the job, kill all of it at some time, and check what there is."""
         workers = self._draw.randint(1, self._job.max_workers)
         this = Round(number=number, workers=workers, aim=_AIMS[(number - 1) % len(_AIMS)])
-        self._start(workers)
+        self._job.start(workers)
         self._wait_for(this.aim)
         gaps_s = (
             []
@@ -129,16 +130,12 @@ class Rounds:
         """Start the job with most workers and let it train to its end."""
         workers = self._job.max_workers
         this = Round(number=len(self.done) + 1, workers=workers, aim="end")
-        self._start(workers)
+        self._job.start(workers)
         code = self._job.wait(limit_s=_END_LIMIT_S)
         if code:
             self.problems.append(f"the last launcher ended with exit code {code}")
         self._check_resume(this)
         self.done.append(this)
-
-    def _start(self, workers: int) -> None:
-        self._job.start(workers)
-        self._job.scale(workers)
 
     def _wait_for(self, aim: str) -> None:
         if aim == "any time":
@@ -161,7 +158,7 @@ class Rounds:
             self._job.check()
             return fact()
 
-        wait_until(is_so, limit_s=_WAIT_LIMIT_S, what=what)
+        wait_until(is_so, limit_s=_WAIT_LIMIT_S, what=what, poll_s=_POLL_S)
 
     def _see_drafts(self, seen: set[str]) -> int:
         seen |= drafts(self._folder).keys() - self._known_drafts

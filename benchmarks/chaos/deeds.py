@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.events import Event, is_possible
-from benchmarks.chaos.job import Job, wait_until
+from benchmarks.chaos.job import Job
 from benchmarks.chaos.records import read_lines, record_path
 from benchmarks.chaos.watch import View, Watch
+from benchmarks.launched import wait_until
 
 __all__ = ["Performer"]
 

@@ -20,8 +20,9 @@ import numpy as np
 
 from benchmarks.chaos.deeds import Performer
 from benchmarks.chaos.events import Deck, Event
-from benchmarks.chaos.job import ChaosError, Job, wait_until
+from benchmarks.chaos.job import Job
 from benchmarks.chaos.watch import View, Watch
+from benchmarks.launched import JobError, wait_until
 
 __all__ = ["Run", "audited", "prepare", "run_chaos"]
 
@@ -75,7 +76,7 @@ class Run:
         """Do so many events to the job, each after it has recovered from the one before.
 
         Raises:
-            ChaosError: the job did not recover.
+            JobError: the job did not recover.
         """
         self._recover(after="the start", limit_s=_START_LIMIT_S)
         for number in range(1, num_events + 1):
@@ -92,7 +93,7 @@ class Run:
 
     def _gather(self) -> None:
         """Wait a while for all wanted workers to be members."""
-        with suppress(ChaosError):
+        with suppress(JobError):
             wait_until(
                 lambda: len(self._watch.look().healthy) == self._watch.target,
                 limit_s=_GATHER_LIMIT_S,
@@ -135,7 +136,7 @@ def run_chaos(folder: Path, *, job: Job, run: Run, num_events: int) -> dict[str,
             code = job.stop(limit_s=_STOP_LIMIT_S)
             if code:
                 problems.append(f"the launcher ended with exit code {code}")
-        except ChaosError as error:
+        except JobError as error:
             problems.append(str(error))
             job.ask_for_stacks()
         wall_s = time.monotonic() - started
