@@ -12,7 +12,7 @@ from elastic_audit import audit, discarded
 from supervisor import supervising
 
 from elastane.elastic.checkpoint import CheckpointStore
-from elastane.protocol import Entered, Hello, Leaving
+from elastane.protocol import Entered, Hello, Leaving, Ready
 
 processes = pytest.mark.processes
 
@@ -147,6 +147,20 @@ def test_a_job_that_stops_leaves_the_newest_step_in_a_checkpoint_and_resumes_fro
         supervisor.let_train(3)
         supervisor.finish()
         assert supervisor.records(3, "step")[0]["step"] == stopped + 1
+
+
+@processes
+def test_a_worker_that_is_asked_to_leave_in_its_rehearsal_ends_at_once(tmp_path):
+    with supervising(tmp_path) as supervisor:
+        supervisor.begin(1)
+        supervisor.start(2, step_s=80)
+        supervisor.wait_for(Hello, worker=2)
+        supervisor.send_signal(signal.SIGTERM, 2)
+        assert supervisor.exit_code(2) == 0
+        assert not any(isinstance(fact, Ready) and fact.worker == 2 for fact in supervisor.facts)
+        supervisor.let_train(1)
+        supervisor.finish()
+        audit(supervisor)
 
 
 @processes
