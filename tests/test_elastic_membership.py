@@ -13,7 +13,8 @@ from elastic_audit import audit, check_events, discarded, foreign
 from supervisor import Supervisor, supervising
 
 from elastane import protocol
-from elastane.protocol import Entered, Hello
+from elastane.elastic.meeting import Arrival
+from elastane.protocol import Entered, Hello, Ready
 
 processes = pytest.mark.processes
 PROMPTLY_S = 3  # on a machine that does much else; a step that nobody breaks blocks for minutes
@@ -165,6 +166,24 @@ def test_a_joiner_that_was_left_behind_on_its_way_in_can_be_let_in_later(supervi
     supervisor.let_train(3)
     supervisor.finish()
     audit(supervisor)
+
+
+# [4] [22]
+@processes
+def test_the_next_newcomer_gets_in_after_one_that_vanished_while_its_group_was_opened(supervisor):
+    supervisor.begin(1)
+    supervisor.store.queue_push(protocol.INBOX, Ready(worker=9).to_json())
+    meeting = f"{protocol.meeting_key(supervisor.publish(1, 9).number)}/1"
+    supervisor.store.set(f"{meeting}/9", Arrival.NEWCOMER)
+    supervisor.store.add(meeting, 1)  # that is all that is ever heard of it
+    wait_blocked(supervisor, 1)
+    supervisor.change(1, cause="death", lost=(9,))
+    supervisor.start(2)
+    supervisor.wait_ready(2)
+    assert seconds_to_enter(supervisor, 1, 2) < PROMPTLY_S
+    supervisor.let_train(2)
+    supervisor.finish()
+    check_events(supervisor, audit(supervisor))
 
 
 def let_in_and_signal(

@@ -80,7 +80,6 @@ class Link:
         self._lost_at: float | None = None
         self._client: TCPStore | None = None
         self._spare: TCPStore | None = None
-        self._lent: TCPStore | None = None
         self._posted: SimpleQueue[Message] = SimpleQueue()
 
     @property
@@ -144,24 +143,24 @@ class Link:
         assert self._client is not None
         return self._client
 
-    def new_store(self) -> TCPStore:
-        """Return a client to open a group with, in which a thread may be caught.
+    @contextmanager
+    def lending(self) -> Iterator[Callable[[], TCPStore]]:
+        """Lend clients to open a group with, one a call; who calls may meet OSError, RuntimeError.
 
-        One lies ready, or is used again: to connect can take seconds where names are looked up
-        in vain.
-
-        Raises:
-            OSError, RuntimeError: there is no store at present.
+        One lies ready: to connect can take seconds where names are looked up in vain. The last one
+        is taken back at the end of the block. After an error it is not: a thread that was left
+        alone may be caught in it, and keep it locked.
         """
-        spare, self._spare = self._spare, None
-        store = spare if _answers(spare) else connect(self._launch.store)
-        assert store is not None
-        self._lent = store
-        return store
+        lent: list[TCPStore] = []
 
-    def keep_store(self) -> None:
-        """Take back the client that a group was opened with: nobody was caught in it."""
-        self._spare, self._lent = self._lent or self._spare, None
+        def lend() -> TCPStore:
+            spare, self._spare = self._spare, None
+            lent.append(spare if spare and _answers(spare) else connect(self._launch.store))
+            return lent[-1]
+
+        yield lend
+        if lent:
+            self._spare = lent[-1]
 
     def wait_newer(self, than: int, *, timeout_s: float) -> Generation | None:
         """Return the newest generation once it is newer than `than`; `None` when time is up."""

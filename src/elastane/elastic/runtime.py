@@ -276,24 +276,24 @@ class ElasticMembership:
             world_size=len(taking_part),
             generation=generation.number,
         )
-        entry = enter_group(
-            Entry(turns=self._turns, outcome=self._outcome, is_current=self._is_current)
-            if not self._is_torn
-            else TORN,
-            prefix=f"{protocol.group_prefix(generation.number)}/{self._met[1]}",
-            world=world,
-            store=self._link.new_store,
-            wrapping=self._group.wrapping,
-            trainee=trainee,
-            sockets=self._group.sockets,
-            breaker=self._group.breaker,
-            pause=self.pause,
-        )
+        with self._link.lending() as lend:
+            entry = enter_group(
+                Entry(turns=self._turns, outcome=self._outcome, is_current=self._is_current)
+                if not self._is_torn
+                else TORN,
+                prefix=f"{protocol.group_prefix(generation.number)}/{self._met[1]}",
+                world=world,
+                store=lend,
+                wrapping=self._group.wrapping,
+                trainee=trainee,
+                sockets=self._group.sockets,
+                breaker=self._group.breaker,
+                pause=self.pause,
+            )
         self.world = world
         self._turns = self._arrived = entry.turns
         self._outcome, self._is_current, self._is_torn = entry.outcome, True, False
         self._is_entering = False
-        self._link.keep_store()
         trainee.entered(world, cause=generation.cause)
         trainee.settled(trainee.step)
         is_whole = len(taking_part) == len(generation.members)
