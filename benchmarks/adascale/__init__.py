@@ -1,0 +1,1 @@
+"""AdaScale beside other rules on five tasks: `python -m benchmarks.adascale`."""

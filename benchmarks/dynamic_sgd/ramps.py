@@ -1,0 +1,101 @@
+"""The ways to go over from one batch to another that the tables compare, by name.
+
+Knows momentum compensations and the optimizer's buffers; nothing of tasks or results.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from elastane import Linear, MomentumRamp, NoiseMatchedRamp, Session
+from elastane.momentum import Compensation, RampState, one_time_constant
+from elastane.scaling import Rule, Scaling, StepContext
+
+__all__ = ["IMMEDIATE", "RAMPS", "RATIO_RAMP", "Ramp", "applied_factors", "default_ramp"]
+
+IMMEDIATE, RATIO_RAMP = "immediate", "T=8k"
+_COMPARED_STEPS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ramp:
+    """One way.
+
+    Attributes:
+        compensation: how the factor moves to the new one of linear scaling; `None` is at once.
+        keeps_rate: the learning rate stays what it was.
+        keeps_velocity: at the change the momentum buffer is divided by the ratio of batches, so
+            that the larger learning rate moves the weights by it as far as before.
+    """
+
+    compensation: Compensation | None = None
+    keeps_rate: bool = False
+    keeps_velocity: bool = False
+
+    def rule(self, *, before: float) -> Rule:
+        """Return the rule after a change from a scale: linear, or what it was."""
+        return _Held(factor=before) if self.keeps_rate else Linear()
+
+    def change(self, optimizer: torch.optim.Optimizer, *, ratio: float) -> None:
+        """Do to the optimizer what is to be done between the last old step and the first new."""
+        if not self.keeps_velocity:
+            return
+        for state in optimizer.state.values():
+            state["momentum_buffer"].div_(ratio)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """A factor that the batch does not change."""
+
+    factor: float
+
+    def __call__(self, now: StepContext) -> Scaling:
+        return Scaling(self.factor, now.scale)
+
+
+RAMPS: Mapping[str, Ramp] = {
+    "unchanged": Ramp(keeps_rate=True),
+    IMMEDIATE: Ramp(),
+    "T=8": Ramp(compensation=MomentumRamp(length=8, shrink="ramp")),
+    RATIO_RAMP: Ramp(compensation=MomentumRamp(shrink="ramp")),
+    "T=1/(1-m)": Ramp(compensation=MomentumRamp(length=one_time_constant, shrink="ramp")),
+    "noise-matched": Ramp(compensation=NoiseMatchedRamp()),
+    "velocity kept": Ramp(keeps_velocity=True),
+}
+
+
+def applied_factors(
+    compensation: Compensation | None, *, ratio: float, momentum: float, steps: int
+) -> list[float]:
+    """Return the factors after a change of batch by a ratio, relative to that before."""
+    if compensation is None:
+        return [ratio] * steps
+    state = compensation(RampState(), target=1.0, batch_samples=1.0, momentum=momentum)
+    factors: list[float] = []
+    for _ in range(steps):
+        state = compensation(state, target=ratio, batch_samples=ratio, momentum=momentum)
+        factors.append(state.applied)
+    return factors
+
+
+def default_ramp(ratio: float, *, momentum: float) -> str:
+    """Return which of the ramps elastane's default does the same as at a ratio.
+
+    Raises:
+        ValueError: none: a ramp is missing in the comparison.
+    """
+    default: Compensation | None = inspect.signature(Session).parameters["compensation"].default
+
+    def factors(compensation: Compensation | None) -> list[float]:
+        return applied_factors(compensation, ratio=ratio, momentum=momentum, steps=_COMPARED_STEPS)
+
+    for name, ramp in RAMPS.items():
+        plain = not ramp.keeps_rate and not ramp.keeps_velocity
+        if plain and factors(ramp.compensation) == factors(default):
+            return name
+    raise ValueError(f"no ramp of the comparison is like the default, {default!r}")

@@ -1,0 +1,145 @@
+"""The part of the page of results that AdaScale's table fills.
+
+Knows the form of its result; nothing of how it came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results_page.pictures import draw_curves, draw_gains, draw_scales
+from benchmarks.results_page.text import listed, origin, plus_minus, shown, table
+from benchmarks.results_page.verdicts import judge_scales
+
+__all__ = ["section"]
+
+Row = Mapping[str, Any]
+_GOAL_ERROR, _GOAL_RATIO = 0.25, 1.5
+
+
+def section(result: Mapping[str, Any], *, pictures: Path) -> list[str]:
+    """Return the lines of the section, and write its pictures into a folder."""
+    rows = result["rows"]
+    lines = ["## AdaScale", "", _MEANING, "", *origin(result)]
+    if not rows:
+        return [*lines, "Nothing has been measured yet.", ""]
+    draw_scales(rows, path=pictures / "results-scales.png")
+    alt = "Each task's metric against the scale, a line for each rule"
+    lines += [*_verdicts(rows), f"![{alt}](_static/results-scales.png)", ""]
+    for task in dict.fromkeys(row["task"] for row in rows):
+        lines += _task(task, result, pictures=pictures)
+    lines += _gains(result["gains"])
+    if result["traces"]:
+        draw_gains(result["traces"], path=pictures / "results-gains.png")
+        alt = "Gain and learning rate against progress, for each task and scale"
+        lines += ["Gain and learning rate along AdaScale's first run at each scale:", ""]
+        lines += [f"![{alt}](_static/results-gains.png)", ""]
+    return lines + _schedules(result["schedules"])
+
+
+def _verdicts(rows: Sequence[Row]) -> list[str]:
+    found = judge_scales(rows)
+    if not found:
+        return ["Too few seeds at S = 1 to judge anything.", ""]
+    head = ["task", "within 2 sd of S = 1, or better, at S =", "not at S =", "LSW against it"]
+    cells = [
+        [
+            one.task,
+            listed(one.holds_at) or "–",
+            listed(one.fails_at) or "–",
+            "–" if one.largest is None else _linear(one.largest, worse=one.linear_worse),
+        ]
+        for one in found
+    ]
+    return ["What AdaScale's metric does as the scale grows:", "", *table(head, cells)]
+
+
+def _linear(scale: int, *, worse: bool | None) -> str:
+    return f"{'worse or diverged' if worse else '**not worse**'} at S = {scale}"
+
+
+def _task(task: str, result: Mapping[str, Any], *, pictures: Path) -> list[str]:
+    own = [row for row in result["rows"] if row["task"] == task]
+    better = "higher" if own[0]["higher_is_better"] else "lower"
+    head = ["rule", "S", own[0]["metric"], "training loss", "steps", "mean gain", "diverged"]
+    cells = [
+        [
+            row["rule"],
+            str(row["scale"]),
+            plus_minus(row["metric_mean"], row["metric_sd"]),
+            *(shown(row[name]) for name in ("train_loss_mean", "steps_mean", "mean_gain")),
+            f"{row['diverged']} of {row['seeds']}",
+        ]
+        for row in own
+    ]
+    lines = [f"### {task.capitalize()}", "", f"{own[0]['metric']}, {better} is better.", ""]
+    lines += table(head, cells)
+    curves = [
+        curve
+        for curve in result["curves"]
+        if curve["task"] == task and curve["rule"] == "adascale" and len(curve["tau"]) > 1
+    ]
+    if curves:
+        name = f"results-curves-{task.rpartition('.')[2]}.png"
+        draw_curves(curves, metric=own[0]["metric"], path=pictures / name)
+        lines += [f"![AdaScale's {own[0]['metric']} against progress](_static/{name})", ""]
+    return lines
+
+
+def _gains(gains: Sequence[Row]) -> list[str]:
+    if not gains:
+        return []
+    within = sum(abs(row["error"]) <= _GOAL_ERROR for row in gains)
+    head = ["task", "S", "predicted", "measured", "error"]
+    cells = [
+        [
+            row["task"],
+            *(str(row["scale"]), shown(row["predicted"]), shown(row["measured"])),
+            f"{row['error']:+.1%}",
+        ]
+        for row in gains
+    ]
+    text = (
+        "Mean gain at each scale, as predicted from the gradient noise of runs at S = 1 alone "
+        f"(each base batch taken in two halves): {within} of {len(gains)} are within "
+        f"{_GOAL_ERROR:.0%}."
+    )
+    return ["### Gains predicted from S = 1", "", text, "", *table(head, cells)]
+
+
+def _schedules(found: Row | None) -> list[str]:
+    lines = ["### Workers that come and go", ""]
+    if found is None:
+        return [*lines, "**Missing: the runs on real workers.**", ""]
+    verdict = "within" if found["ratio"] <= _GOAL_RATIO else "**above**"
+    text = (
+        f"{found['schedules']} runs of {found['task']} under `elastane run`, each with a seed and "
+        "a random schedule of 1 to 4 real workers of its own: "
+        f"{found['metric']} {plus_minus(found['mean'], found['sd'])}, beside "
+        f"{plus_minus(found['base_mean'], found['base_sd'])} of {found['base_seeds']} seeds at "
+        f"S = 1. The spread is {found['ratio']:.2f} times that of the seeds, {verdict} the goal of "
+        f"{_GOAL_RATIO:g}. {found['diverged']} diverged."
+    )
+    return [*lines, text, ""]
+
+
+_MEANING = """\
+`S` is the batch over the base batch. Data, model, schedule and hyper-parameters of a task are the
+same in all of its rows, tuned at S = 1 only. `S` workers are emulated by as many micro-batches of
+the base batch on one thread. Means and standard deviations are over the seeds that did not diverge,
+and those that did are counted: a loss or gradient was not finite, or the mean training loss of the
+run's last tenth was not at least 5 % below an untrained model's.
+
+| rule | learning rate times | steps |
+|---|---|---|
+| adascale | the gain | until the gains add up to the base run's steps |
+| lsw | S, after a linear warm-up over 5.5 % of the run | base run's over S |
+| lsw+ | as lsw, stretched | as many as AdaScale took with this seed |
+| sqrt | root of S | base run's over S |
+| identity | 1 | until the gains add up to the base run's steps |
+
+`8-16-32` and `32-16-8` are changes of the scale at a quarter and at half of the run. There
+`adascale` has elastane's default ramp after each growth, and `adascale, no ramp` follows the gain
+at once."""
