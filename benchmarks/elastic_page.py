@@ -146,8 +146,7 @@ def chaos(found: dict[str, Any]) -> str:
             f"Nobody may stall for longer than the hang limit of {found['hang_limit_s']} s and a "
             f"second. `python -m benchmarks.chaos --events {found['events']} --seed "
             f"{found['seed']} --every {found['every_s']} --step-time 0.03`",
-            "![Workers over time, and each wait for the next step]"
-            "(_static/chaos.png)",
+            "![Workers over time, and each wait for the next step](_static/chaos.png)",
         ]
     )
 

@@ -1,0 +1,1 @@
+"""What the tables' drivers share: training one task once, the ledger of runs, runs side by side."""
