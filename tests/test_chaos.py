@@ -209,6 +209,17 @@ def test_two_stories_of_one_step_are_found(run):
     assert "step 2 of generation 1 took positions 4 to 8 on one worker" in found["problems"][0]
 
 
+def test_two_results_of_one_evaluation_are_found(run):
+    evaluation = {"kind": "evaluation", "generation": 1, "step": 2, "num_samples": 4}
+    run.add(1, {**evaluation, "sums": {"correct": 3.0}})
+    run.add(2, {**evaluation, "sums": {"correct": 2.0}})
+
+    found = run.audit()
+
+    assert not found["replicas_equal"]
+    assert "the evaluation after step 2 of generation 1 is" in found["problems"][0]
+
+
 def test_the_longest_stall_is_named_after_the_event_before_it(run):
     run.add(1, part(1, 8, 0, 1), step(1, 3, 8, 12, time=6.5)).add(2, part(1, 8, 2, 3))
     events = [{"number": n, "kind": "kill", "time": float(time)} for n, time in ((1, 1), (2, 3))]

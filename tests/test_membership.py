@@ -914,6 +914,34 @@ def test_a_member_that_never_comes_to_the_meeting_is_left_behind_by_those_who_ca
     assert "has not met the others" in left.reason
 
 
+def test_a_member_that_waits_for_a_hung_one_is_kept_whatever_newcomers_do():
+    job = training(2, rules=replace(RULES, hang_limit_s=2.0))
+    job.roster = replace(job.roster, target=3)
+    job.ready(3)
+    now = job.act().number
+    came = {1: now - 1, 2: now - 1, 3: now}
+    job.pass_time(0.4, met=came)
+    changes = [job.act()]
+    for _ in range(22):
+        job.pass_time(0.1, silent=(2,), met=came)
+        changes += [job.act()]
+    changes = [change for change in changes if change]
+    assert (changes[-1].members, changes[-1].cause) == ((1, 3), "hang")
+    assert {worker for change in changes for worker in change.lost} == {2}
+
+
+def test_nobody_is_absent_while_another_is_gone():
+    job = training(4)
+    job.exit(4)
+    now = job.act().number
+    came = {1: now - 1, 2: now, 3: now}
+    job.pass_time(9.5, met=came)
+    job.pass_time(1.0, met=came)
+    job.exit(3)
+    changed = job.act()
+    assert (changed.members, changed.lost, changed.cause) == ((1, 2), (3,), "death")
+
+
 def test_members_who_all_came_and_did_not_enter_meet_again():
     job = training(3)
     job.exit(3)

@@ -24,7 +24,7 @@ the samples nor how they are dealt. The rules:
   if it was killed in the middle of a change, the time until it was back is taken off the stall.
 - A false commit is a void step that telemetry or a published checkpoint had shown as final.
 - Replicas are equal if in each generation all members began with the same hash of all state, at
-  the same step and position, and no two workers tell two stories of one step.
+  the same step and position, and no two workers tell two stories of one step or evaluation.
 - Orphans are live processes whose environment names the job, a second after its end.
 """
 
@@ -76,6 +76,7 @@ def audit(
         "false_commits": len(void & shown_as_final(folder)),
         "void_steps": len(void),
         "committed_steps": len(chain),
+        "evaluations": len(records.evaluations),
         "generations": len({entry.generation for entry in records.entries}),
         "problems": [*unequal, *records.conflicts, *broken_chain(chain)],
         "sizes": sizes(chain),

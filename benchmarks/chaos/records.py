@@ -51,12 +51,14 @@ class Records:
         entries: in no order.
         steps: by generation and number, each as the first worker wrote it.
         parts: by generation and first position of the step, each worker's dataset indices.
+        evaluations: by generation and number of the step after which it was, what came of it.
         conflicts: sentences on lines that tell two stories of one step.
     """
 
     entries: list[Entry] = field(default_factory=list)
     steps: dict[Key, Step] = field(default_factory=dict)
     parts: dict[Key, list[array[int]]] = field(default_factory=dict)
+    evaluations: dict[Key, Any] = field(default_factory=dict)
     conflicts: list[str] = field(default_factory=list)
 
 
@@ -95,6 +97,8 @@ def _take(line: dict[str, Any], *, records: Records, own: dict[Key, array[int]])
         records.entries.append(Entry(**line))
     elif kind == "step":
         _take_step(Step(**line), records)
+    elif kind == "evaluation":
+        _take_evaluation(line, records)
     else:  # of a part that was given twice in one generation, the first was not used
         own[line["generation"], line["start"]] = array("I", line["indices"])
 
@@ -109,3 +113,13 @@ def _take_step(step: Step, records: Records) -> None:
         )
     if step.time < known.time:
         records.steps[key] = step
+
+
+def _take_evaluation(line: dict[str, Any], records: Records) -> None:
+    key = (line.pop("generation"), line.pop("step"))
+    known = records.evaluations.setdefault(key, line)
+    if known != line:
+        records.conflicts.append(
+            f"the evaluation after step {key[1]} of generation {key[0]} is {known} on one worker, "
+            f"{line} on another"
+        )

@@ -13,6 +13,7 @@ Each worker appends JSON lines to ``FOLDER/records/worker-<id>.jsonl``:
             a step, which gives its part away dataset it contributes to the step
     step    when it knows that the step       generation, step, start, stop, world_size, time
             was committed
+    evaluation  every so many steps           generation, step, sums, num_samples
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from elastane import AdaScale, Checkpointing, LoaderOptions, LocalBatch, Session
 from elastane._env import elastic_launch
 
 BASE_BATCH_SIZE = 16
 ENDLESS = 1e9
+EVALUATE_EVERY, NUM_EVALUATED = 50, 400
 
 
 class IndexedDigits(Dataset[tuple[Tensor, Tensor, int]]):
@@ -99,16 +101,24 @@ def _fold(value: object, digest: hashlib.blake2b) -> None:
         digest.update(repr(value).encode())
 
 
+def count_hits(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """Return how many of a batch the model gets right, and the sum of the batch's indices."""
+    images, labels, indices = batch
+    return {"correct": (model(images).argmax(1) == labels).sum(), "indices": indices.sum()}
+
+
 def train(
     session: Session,
     optimizer: torch.optim.Optimizer,
     *,
+    dataset: IndexedDigits,
     record: Record,
     worker: int,
     step_s: float,
 ) -> None:
     """Train until the job is stopped; steps take at least `step_s`, others want the CPU, too."""
     generation, indices = -1, []
+    evaluated = Subset(dataset, range(NUM_EVALUATED))
     for images, labels, own in session:
         if not session.warming and session.world.generation != generation:
             generation = session.world.generation
@@ -131,6 +141,15 @@ def train(
                 world_size=result.world_size,
                 time=time.monotonic(),
             )
+            if result.step % EVALUATE_EVERY == 0:
+                found = session.evaluate(count_hits, evaluated, batch_size=50)
+                record.write(
+                    "evaluation",
+                    generation=result.generation,
+                    step=result.step,
+                    sums=found.sums,
+                    num_samples=found.num_samples,
+                )
 
 
 def _standing(session: Session, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -171,7 +190,14 @@ def main() -> None:
         progress_bar=False,
     ) as session:
         record = Record(folder / "records" / f"worker-{launch.worker}.jsonl")
-        train(session, optimizer, record=record, worker=launch.worker, step_s=setup["step_s"])
+        train(
+            session,
+            optimizer,
+            dataset=dataset,
+            record=record,
+            worker=launch.worker,
+            step_s=setup["step_s"],
+        )
 
 
 if __name__ == "__main__":

@@ -114,7 +114,8 @@ def _stop(now: Generation, roster: Roster) -> Decision | None:
 def _losses(now: Generation, roster: Roster, *, rules: Rules, time: float) -> dict[int, Why]:
     """Return who is gone without having agreed to it and has not been named so.
 
-    A former member counts as long as a member is still to enter: it may wait for it.
+    A former member counts as long as a member is still to enter: it may wait for it. Who has not
+    come to a meeting is gone only if nobody else is: it may have to wait for whoever hangs.
     """
     entered = [roster.workers[w].entered for w in now.members if is_present(roster, w)]
     unsettled = any(number < now.number for number in entered)
@@ -124,7 +125,25 @@ def _losses(now: Generation, roster: Roster, *, rules: Rules, time: float) -> di
         why = _loss(number, now=now, roster=roster, rules=rules, time=time)
         if why is not None:
             losses[number] = why
-    return losses
+    return losses or _absent(now, roster, rules=rules, time=time)
+
+
+def _absent(now: Generation, roster: Roster, *, rules: Rules, time: float) -> dict[int, Why]:
+    """Return the members for whom others have waited too long at the generation's meeting.
+
+    Newcomers come as soon as they are let in; a member that comes has left the group before, and
+    then all others could have done so.
+    """
+    waited_s = time - roster.published
+    members = [roster.workers[w] for w in now.members if is_present(roster, w)]
+    if not now.go or waited_s <= rules.hang_limit_s:
+        return {}
+    any_entered = any(w.entered == now.number for w in members)
+    any_came = any(w.beat.met == now.number for w in members if w.entered)
+    late = [w for w in members if w.entered < now.number and not (w.beat.paused or w.done)]
+    absent = [w for w in late if any_entered or (any_came and w.beat.met < now.number)]
+    why = f"has not met the others for {waited_s:.1f} s"
+    return {w.worker: ("hang", f"worker {w.worker} {why}") for w in absent}
 
 
 def _loss(number: int, *, now: Generation, roster: Roster, rules: Rules, time: float) -> Why | None:
@@ -137,12 +156,10 @@ def _loss(number: int, *, now: Generation, roster: Roster, rules: Rules, time: f
         return "leave" if worker.code == 0 else "death", exit_sentence(number, worker.code)
     if is_lost(roster.agents.get(worker.agent), rules=rules, time=time):
         return "lost", f"agent {worker.agent} of worker {number} is silent"
-    return _hang(worker, now=now, roster=roster, rules=rules, time=time)
+    return _hang(worker, now=now, rules=rules, time=time)
 
 
-def _hang(
-    worker: Worker, *, now: Generation, roster: Roster, rules: Rules, time: float
-) -> Why | None:
+def _hang(worker: Worker, *, now: Generation, rules: Rules, time: float) -> Why | None:
     entering = worker.entered < now.number
     limit = min(rules.hang_limit_s, rules.join_limit_s) if entering else rules.hang_limit_s
     silent_s = time - worker.heard
@@ -151,13 +168,6 @@ def _hang(
     late_s = 0.0 if worker.behind is None or entering or not now.go else time - worker.behind
     if late_s > rules.hang_limit_s:
         return "hang", f"worker {worker.worker} has kept the others waiting for {late_s:.1f} s"
-    waited_s = time - roster.published if entering and now.go and not worker.beat.paused else 0.0
-    others = [w for w in roster.workers.values() if w.worker in now.members and w != worker]
-    waited_for = any(w.entered == now.number for w in others) or (
-        worker.beat.met < now.number and any(w.beat.met == now.number for w in others)
-    )
-    if waited_for and waited_s > rules.hang_limit_s:
-        return "hang", f"worker {worker.worker} has not met the others for {waited_s:.1f} s"
     return None
 
 
