@@ -127,9 +127,10 @@ def chaos(found: dict[str, Any]) -> str:
     rows = [[text, found["by_kind"].get(kind, 0)] for kind, text in _EVENTS.items()]
     pace = found["wall_s"] / found["events"]
     verdict = [
+        ["evaluations on the way, the same on all workers", found["evaluations"]],
         ["samples lost", found["samples_lost"]],
         ["samples repeated", found["samples_repeated"]],
-        ["generations that did not begin in equal states", len(found["problems"])],
+        ["unequal replicas, and other stories that differ", len(found["problems"])],
         ["steps shown as final and made again", found["false_commits"]],
         ["processes left behind", found["orphans"]],
         ["longest stall", f"{found['max_stall_s']} s, after event {found['max_stall_after']}"],
@@ -145,7 +146,7 @@ def chaos(found: dict[str, Any]) -> str:
             table(["found by the audit", ""], verdict),
             f"Nobody may stall for longer than the hang limit of {found['hang_limit_s']} s and a "
             f"second. `python -m benchmarks.chaos --events {found['events']} --seed "
-            f"{found['seed']} --every {found['every_s']} --step-time 0.03`",
+            f"{found['seed']} --every {found['every_s']} --step-time {found['step_s']}`",
             "![Workers over time, and each wait for the next step](_static/chaos.png)",
         ]
     )

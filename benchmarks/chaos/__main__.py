@@ -103,6 +103,7 @@ def chaos(
         "seed": seed,
         "workers": workers,
         "every_s": every_s,
+        "step_s": step_s,
         "hang_limit_s": hang_limit_s,
         "stall_limit_s": hang_limit_s + _STALL_MARGIN_S,
     }
