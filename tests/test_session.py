@@ -1278,6 +1278,7 @@ def test_a_loss_scale_whose_norm_overflows_backs_off_as_infinite_elements_do() -
 
 
 def test_a_session_that_is_dropped_frees_model_and_dataset_at_once() -> None:
+    build_session(build_model())  # with the first optimizer torch imports much, and keeps frames
     gc.collect()
     gc.disable()
     try:
