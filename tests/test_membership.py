@@ -100,7 +100,7 @@ class Job:
                 met=met.get(w, 0) if isinstance(met, dict) else met,
                 step=step,
                 arrived=arrived[w] if isinstance(arrived, dict) else arrived,
-                paused=paused,
+                paused=paused.get(w, "") if isinstance(paused, dict) else paused,
                 doing=doing[w] if isinstance(doing, dict) else doing,
             )
             for w in workers
@@ -928,6 +928,62 @@ def test_a_member_that_waits_for_a_hung_one_is_kept_whatever_newcomers_do():
     changes = [change for change in changes if change]
     assert (changes[-1].members, changes[-1].cause) == ((1, 3), "hang")
     assert {worker for change in changes for worker in change.lost} == {2}
+
+
+def test_a_member_that_said_why_it_pauses_is_waited_for_at_the_meeting():
+    job = training(3)
+    job.exit(3)
+    now = job.act().number
+    for _ in range(11):
+        job.pass_time(1.0, met={1: now - 1, 2: now}, paused="compiling")
+        assert job.act() is None
+
+
+def test_one_that_has_reached_the_end_is_not_missed_at_a_meeting():
+    job = training(3)
+    job.exit(3)
+    now = job.act().number
+    job.fold(Done(worker=1, step=5))
+    changes = []
+    for _ in range(11):
+        job.pass_time(1.0, met={1: now - 1, 2: now})
+        changes += [job.act()]
+    (again,) = filter(None, changes)
+    assert (again.members, again.lost) == ((2,), ())
+
+
+def test_one_that_was_behind_when_a_generation_was_published_has_its_time_to_enter():
+    job = training(2)
+    job.roster = replace(job.roster, target=3)
+    assert job.act() is None
+    behind = {1: 6, 2: 5, 3: 0}
+    job.pass_time(1.0, arrived=behind)
+    job.pass_time(8.5, arrived=behind)
+    job.ready(3)
+    assert job.act().members == (1, 2, 3)
+    job.pass_time(2.0, arrived=behind)
+    assert job.act() is None
+
+
+def test_a_member_whose_step_broke_early_is_not_taken_for_late_at_the_meeting():
+    job = training(4)
+    job.exit(4)
+    now = job.act().number
+    known = {"met": {1: now, 2: now, 3: now - 1}, "arrived": {1: 6, 2: 5, 3: 6, 5: 0}}
+    for _ in range(15):
+        job.pass_time(1.0, **known, paused={3: "compiling"})
+        assert job.act() is None
+
+
+def test_a_newcomer_waits_while_others_enter():
+    job = training(2)
+    job.roster = replace(job.roster, target=4)
+    job.ready(3)
+    assert job.act().members == (1, 2, 3)
+    job.ready(4)
+    assert job.act() is None
+    job.enter()
+    assert job.act().members == (1, 2, 3, 4)
 
 
 def test_nobody_is_absent_while_another_is_gone():

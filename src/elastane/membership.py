@@ -136,7 +136,7 @@ def _absent(now: Generation, roster: Roster, *, rules: Rules, time: float) -> di
     """
     waited_s = time - roster.published
     members = [roster.workers[w] for w in now.members if is_present(roster, w)]
-    if not now.go or waited_s <= rules.hang_limit_s:
+    if waited_s <= rules.hang_limit_s:
         return {}
     any_entered = any(w.entered == now.number for w in members)
     any_came = any(w.beat.met == now.number for w in members if w.entered)
@@ -179,7 +179,6 @@ def _candidates(now: Generation, roster: Roster, *, rules: Rules, time: float) -
         if w.ready
         and w.worker not in now.members
         and not (w.exited or w.leaving or w.dismissed or w.done or w.ended is not None)
-        and w.evicted is None
         and time - w.heard <= rules.fresh_s
         and _is_open(roster, w.agent, rules=rules, time=time)
     ]
