@@ -48,7 +48,8 @@ class Job(LaunchedJob):
             launcher_first: whether the launcher is killed before the workers, or after them.
             gaps_s: seconds to let pass after each, as far as they go.
         """
-        deeds: list[Callable[[], None]] = [self.kill_launcher]
+        # Not waited for: a checkpoint that is to be cut takes a few milliseconds to write.
+        deeds: list[Callable[[], None]] = [self._launcher.kill] if self._launcher else []
         workers = [partial(_kill, pid) for pid in orphans(self.name, patience_s=0.0)]
         deeds = [*deeds, *workers] if launcher_first else [*workers, *deeds]
         for deed, gap_s in zip_longest(deeds, gaps_s, fillvalue=None):
@@ -56,6 +57,7 @@ class Job(LaunchedJob):
                 break
             deed()
             time.sleep(gap_s or 0.0)
+        self.kill_launcher()
         self._sweep()
 
     def _sweep(self) -> None:
