@@ -30,6 +30,7 @@ from benchmarks.runs.driver import (
     whole_numbers,
     write,
 )
+from benchmarks.runs.figures import shown
 from benchmarks.runs.ledger import Ledger, Run
 
 _NAME = "adascale"
@@ -46,15 +47,11 @@ def draw(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(
             *(row["task"], row["rule"], str(row["scale"])),
-            *(_shown(row[name]) for name in ("metric_mean", "metric_sd")),
-            *(_shown(row[name]) for name in ("train_loss_mean", "steps_mean", "mean_gain")),
+            *(shown(row[name]) for name in ("metric_mean", "metric_sd")),
+            *(shown(row[name]) for name in ("train_loss_mean", "steps_mean", "mean_gain")),
             f"{row['diverged']} of {row['seeds']}",
         )
     return table
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def summary(plan: Plan, *, runs: list[Run], ledger: Ledger, missing: dict[str, str]) -> Any:

@@ -31,6 +31,7 @@ from benchmarks.runs.driver import (
     whole_numbers,
     write,
 )
+from benchmarks.runs.figures import shown
 
 _NAME = "dynamic_sgd"
 _MODULE = "benchmarks.dynamic_sgd.runs"
@@ -47,14 +48,10 @@ def draw(rows: list[dict[str, Any]]) -> Table:
         table.add_row(
             *(row["task"], f"{row['k']:g}", row["when"], f"{row['momentum']:g}"),
             row["ramp"] + " *" * row["is_default"],
-            *(_shown(row[f"{name}_mean"]) for name in ("peak_ratio", "recover_steps", "metric")),
+            *(shown(row[f"{name}_mean"]) for name in ("peak_ratio", "recover_steps", "metric")),
             f"{row['diverged']} of {row['seeds']}",
         )
     return table
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 @click.command(help="Compare ramps of the learning rate after a change of batch.")
