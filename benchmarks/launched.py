@@ -21,7 +21,7 @@ from elastane.launch.jobs import ask, find_job
 __all__ = ["JobError", "LaunchedJob", "wait_until"]
 
 _ROOT = Path(__file__).parents[1]
-_ANSWER_LIMIT_S = 60.0
+_ANSWER_LIMIT_S, _END_LIMIT_S = 60.0, 30.0
 _POLL_S = 0.01
 
 
@@ -124,3 +124,11 @@ class LaunchedJob:
             return self._launcher.wait(limit_s)
         except subprocess.TimeoutExpired:
             raise JobError(f"the job was not over within {limit_s:g} s") from None
+
+    def end(self) -> None:
+        """Leave nothing of the job behind."""
+        with suppress(ElastaneError, OSError):  # over already
+            ask(find_job(str(self.run_dir)).path, "kill")
+        with suppress(JobError):
+            self.wait(limit_s=_END_LIMIT_S)
+        self.kill_launcher()

@@ -28,6 +28,7 @@ from benchmarks.dynamic_sgd import grid, measure, ramps
 from benchmarks.dynamic_sgd import rows as dynamic_rows
 from benchmarks.dynamic_sgd.noise import measure_noise
 from benchmarks.dynamic_sgd.runs import branch, finish, start
+from benchmarks.dynamic_sgd.workers import change_on_workers
 from benchmarks.results_page.__main__ import write_page
 from benchmarks.results_page.verdicts import default_against_jump, judge_scales
 from benchmarks.runs.calibration import predicted_s
@@ -567,6 +568,42 @@ def test_the_variance_of_updates_jumps_with_an_immediate_change_and_not_with_a_m
     assert jump["predicted"][0] == pytest.approx(13.2, rel=0.01)
     assert matched["predicted"][0] == pytest.approx(1.0)
     assert jump["measured"][0] > 5 * matched["measured"][0]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_change_on_real_workers_does_to_the_loss_what_the_emulated_one_does(
+    before, after, tmp_path
+):
+    points = {"name": "state", "scale": before, "points": {"middle": 0.5}, "folder": str(tmp_path)}
+    spec = change_spec("T=8k", before=before, after=after)
+    began = start({**spec, **points}, {})
+
+    found = change_on_workers(spec, {"start": began})
+
+    assert (found["diverged"], found["sizes"][0][0]) == (False, after)
+    assert found["sizes"][0][1] >= spec["horizon"]
+    assert found["difference"] < 1e-4
+    assert found["peak_ratio"] == pytest.approx(found["emulated_peak_ratio"], rel=1e-4)
+
+
+def test_changes_on_workers_are_of_one_kind_and_become_rows(tmp_path):
+    plan = grid.make_plan(["mnist"], folder=tmp_path, ratios=None, seeds=None, quick=False)
+    ledger = ledger_of(tmp_path)
+    cell, names = next(iter(plan.on_workers.items()))
+    good = {"no_start": False, "diverged": False, "sizes": [[4, 200]], "difference": 1e-6}
+    good |= {"peak_ratio": 1.5, "emulated_peak_ratio": 1.25}
+    records = [good, good | {"peak_ratio": 2.5}, {"no_start": False, "diverged": True, "sizes": []}]
+    for name, record in zip(names, records, strict=True):
+        ledger.add(Entry(name=name, group="g", record=record))
+
+    (row,) = dynamic_rows.on_workers(plan, ledger=ledger)
+
+    assert len(plan.worker_runs) == 2 * 6 * 3
+    assert all(max(one.k, 1 / one.k) == 4 and one.when == "middle" for one in plan.on_workers)
+    assert (row["k"], row["ramp"], row["seeds"], row["diverged"]) == (cell.k, cell.ramp, 3, 1)
+    assert (row["peak_ratio_mean"], row["emulated_peak_ratio_mean"]) == (2.0, 1.25)
 
 
 # --- the page ---

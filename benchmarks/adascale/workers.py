@@ -11,7 +11,6 @@ import os
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,8 +19,6 @@ from typing import Any
 from benchmarks.launched import JobError, LaunchedJob, wait_until
 from benchmarks.runs.training import late_loss
 from benchmarks.tasks import load_task
-from elastane.errors import ElastaneError
-from elastane.launch.jobs import ask, find_job
 from elastane.telemetry import EVENTS_NAME
 
 __all__ = ["RESULT_NAME", "SETUP_NAME", "random_sizes", "steps_in", "summary", "train_on_workers"]
@@ -32,7 +29,7 @@ _CHANGES = 4
 _FIRST_PART, _LAST_PART = 0.05, 0.85
 # Sleeping makes a run long enough for workers, which take seconds to start, to come in time.
 _STEP_S = 0.1
-_LIMIT_S, _POLL_S, _END_LIMIT_S = 1800.0, 0.5, 30.0
+_LIMIT_S, _POLL_S = 1800.0, 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +67,7 @@ def train_on_workers(spec: Mapping[str, Any], needs: Mapping[str, Any]) -> dict[
             _change(job, sizes[1:], num_steps=recipe.num_steps)
             code = job.wait(limit_s=_LIMIT_S)
         finally:
-            _end(job)
+            job.end()
         if code:
             log = (folder / "launcher.log").read_text(errors="replace")
             raise JobError(f"the job ended with exit code {code}: {log[-300:]}")
@@ -92,15 +89,6 @@ def _change(job: LaunchedJob, sizes: Sequence[tuple[float, int]], *, num_steps: 
         what = f"base step {tau:.0f}"
         wait_until(lambda tau=tau: reached(tau), limit_s=_LIMIT_S, what=what, poll_s=_POLL_S)
         job.ask("scale", n=size)
-
-
-def _end(job: LaunchedJob) -> None:
-    """Leave nothing of the job behind."""
-    with suppress(ElastaneError, OSError):  # over already
-        ask(find_job(str(job.run_dir)).path, "kill")
-    with suppress(JobError):
-        job.wait(limit_s=_END_LIMIT_S)
-    job.kill_launcher()
 
 
 def steps_in(path: Path) -> list[dict[str, Any]]:

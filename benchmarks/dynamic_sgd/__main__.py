@@ -11,6 +11,7 @@ was not at least 5 % below an untrained model's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.dynamic_sgd.grid import TASKS, make_plan
-from benchmarks.dynamic_sgd.rows import courses, make_rows, noises
+from benchmarks.dynamic_sgd.rows import courses, make_rows, noises, on_workers
 from benchmarks.resize.job import ending_on_sigterm
 from benchmarks.runs.driver import (
     Request,
@@ -61,9 +62,14 @@ def draw(rows: list[dict[str, Any]]) -> Table:
     metavar="2,4,...",
     help="Ratios, instead of the grid's own.",
 )
+@click.option("--no-real-workers", is_flag=True, help="Leave the runs on real workers out.")
 @shared_options(_NAME, tasks=TASKS)
 def main(
-    scales: tuple[int, ...] | None, json_path: str | None, out: Path | None, **given: Any
+    scales: tuple[int, ...] | None,
+    no_real_workers: bool,
+    json_path: str | None,
+    out: Path | None,
+    **given: Any,
 ) -> None:
     quick = given["quick"]
     folder = out or Path("benchmarks", "out", _NAME + "-quick" * quick)
@@ -73,13 +79,18 @@ def main(
     ledger = open_ledger(request, benchmark=_NAME)
     states = (folder / "states").resolve()
     plan = make_plan(tasks, folder=states, ratios=scales, seeds=request.seeds, quick=quick)
+    real = [] if no_real_workers else plan.worker_runs
     with ending_on_sigterm():
         run_plan(plan.runs, request=request, ledger=ledger, module=_MODULE, console=console)
+        if real:
+            alone = replace(request, jobs=1)  # their workers have the machine to themselves
+            run_plan(real, request=alone, ledger=ledger, module=_MODULE, console=console)
     result = {
         "benchmark": _NAME,
-        **facts(ledger, plan.runs, missing=missing),
+        **facts(ledger, [*plan.runs, *real], missing=missing),
         "rows": make_rows(plan, ledger=ledger),
         "noise": noises(plan, ledger=ledger),
+        "workers": on_workers(plan, ledger=ledger),
         "courses": courses(plan, ledger=ledger),
     }
     console.print(draw(result["rows"]))

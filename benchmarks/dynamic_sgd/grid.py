@@ -16,10 +16,11 @@ from benchmarks.runs.ledger import Run
 from benchmarks.tasks import load_task
 from benchmarks.tasks.task import Recipe
 
-__all__ = ["FULL_TASK", "TASKS", "WHEN", "Cell", "Grid", "Plan", "grid_of", "make_plan"]
+__all__ = ["FULL_TASK", "TASKS", "WHEN", "WORKERS", "Cell", "Grid", "Plan", "grid_of", "make_plan"]
 
 FULL_TASK = "mnist"
 TASKS = (FULL_TASK, "detection", "segmentation")
+WORKERS = 4
 WHEN: Mapping[str, float] = {"early": 0.2, "middle": 0.5, "late": 0.8}
 # A forward pass costs about a third of a step with as many samples.
 _GUESSED_LOOK_SAMPLES = HELD_OUT_SAMPLES / 3
@@ -39,6 +40,7 @@ class Grid:
         horizon: steps that are looked at after a change.
         finishes: whether the final metric is measured, too.
         noise: whether the variance of updates is measured.
+        workers: whether changes by `WORKERS` are made on real workers, too.
     """
 
     ratios: tuple[int, ...] = (4, 16)
@@ -50,6 +52,7 @@ class Grid:
     horizon: int = 200
     finishes: bool = True
     noise: bool = False
+    workers: bool = False
 
 
 def grid_of(task: str, *, quick: bool) -> Grid:
@@ -66,6 +69,7 @@ def grid_of(task: str, *, quick: bool) -> Grid:
         ramps=tuple(RAMPS),
         seeds=5,
         noise=True,
+        workers=True,
     )
 
 
@@ -86,15 +90,19 @@ class Plan:
 
     Attributes:
         runs: in the order in which they are to start.
+        worker_runs: those on real workers, which want the machine to themselves.
         branches: names of the runs of each row that are looked at after the change,
         finishes: that go to the run's end,
-        noises: and that measure the updates' variance.
+        noises: that measure the updates' variance,
+        on_workers: and that are made on real workers.
     """
 
     runs: list[Run] = field(default_factory=list)
+    worker_runs: list[Run] = field(default_factory=list)
     branches: dict[Cell, list[str]] = field(default_factory=dict)
     finishes: dict[Cell, list[str]] = field(default_factory=dict)
     noises: dict[Cell, list[str]] = field(default_factory=dict)
+    on_workers: dict[Cell, list[str]] = field(default_factory=dict)
 
 
 def make_plan(
@@ -188,7 +196,7 @@ class _Maker:
                 group=f"{cell.task} k={cell.k:g} {cell.when} {kind}",
                 base_steps=base_steps,
             )
-            plan.runs.append(run)
+            (plan.worker_runs if kind == "change_on_workers" else plan.runs).append(run)
             names.setdefault(cell, []).append(run.name)
 
         look = _GUESSED_LOOK_SAMPLES / self._recipe.base_batch_size
@@ -200,6 +208,8 @@ class _Maker:
             cost = _REPLICAS * (_SETTLE * spec["before"] + _NOISE_HORIZON * scale)
             more = {"replicas": _REPLICAS, "settle": _SETTLE, "horizon": _NOISE_HORIZON}
             add("measure_noise", plan.noises, base_steps=cost, **more)
+        if grid.workers and seed < _WORKER_SEEDS and _is_made_on_workers(cell):
+            add("change_on_workers", plan.on_workers, base_steps=grid.horizon * (2 * scale + look))
 
     def _start(self, scale: int, *, momentum: float, seed: int) -> Run:
         name = f"{self._task} scale {scale} momentum {momentum} start seed {seed}"
@@ -222,7 +232,23 @@ class _Maker:
 _REPLICAS, _SETTLE, _NOISE_HORIZON = 16, 40, 40
 
 
+_WORKER_SEEDS = 3
+
+
 def _is_measured(cell: Cell) -> bool:
     """Return whether the updates' variance is measured, too: where the noise model has a table."""
-    fits = cell.when == "middle" and cell.momentum == 0.9 and max(cell.k, 1 / cell.k) > 2
+    fits = _is_usual(cell) and max(cell.k, 1 / cell.k) > 2
     return fits and cell.ramp in (IMMEDIATE, "T=8", RATIO_RAMP, "noise-matched", "velocity kept")
+
+
+def _is_made_on_workers(cell: Cell) -> bool:
+    """Return whether a change is made on real workers, too.
+
+    The buffer can't be divided there: nobody is told before the first step with others.
+    """
+    fits = _is_usual(cell) and max(cell.k, 1 / cell.k) == WORKERS
+    return fits and not RAMPS[cell.ramp].keeps_velocity
+
+
+def _is_usual(cell: Cell) -> bool:
+    return cell.when == "middle" and cell.momentum == 0.9

@@ -15,7 +15,7 @@ from benchmarks.runs.figures import mean, spread
 from benchmarks.runs.ledger import Ledger
 from benchmarks.tasks import load_task
 
-__all__ = ["courses", "make_rows", "noises"]
+__all__ = ["courses", "make_rows", "noises", "on_workers"]
 
 Row = dict[str, Any]
 Record = Mapping[str, Any]
@@ -100,4 +100,24 @@ def noises(plan: Plan, *, ledger: Ledger) -> list[Row]:
                         "measured": [float(f"{value:.4g}") for value in measured],
                     }
                 )
+    return rows
+
+
+def on_workers(plan: Plan, *, ledger: Ledger) -> list[Row]:
+    """Return the peaks of changes on real workers beside those of the same changes emulated."""
+    rows: list[Row] = []
+    for cell, names in plan.on_workers.items():
+        started = [one for one in ledger.records(names) if not one["no_start"]]
+        good = [record for record in started if not record["diverged"]]
+        if started:
+            peaks = ("peak_ratio", "emulated_peak_ratio")
+            rows.append(
+                _key(cell)
+                | {"seeds": len(started), "diverged": len(started) - len(good)}
+                | {f"{name}_mean": mean(record[name] for record in good) for name in peaks}
+                | {
+                    "difference_max": max((record["difference"] for record in good), default=None),
+                    "sizes": [record["sizes"] for record in started],
+                }
+            )
     return rows

@@ -12,12 +12,13 @@ from typing import Any
 from benchmarks.dynamic_sgd.measure import WINDOW, peak_ratio, recover_steps
 from benchmarks.dynamic_sgd.noise import measure_noise
 from benchmarks.dynamic_sgd.state import HeldOut, load_bench, save_bench
+from benchmarks.dynamic_sgd.workers import change_on_workers
 from benchmarks.runs.calibration import calibrate
 from benchmarks.runs.subject import Conditions, DivergedError, set_up, steps_of, subject_of
 from benchmarks.runs.training import has_learnt
 from elastane import Linear, WarmUp
 
-__all__ = ["branch", "calibrate", "finish", "measure_noise", "start"]
+__all__ = ["branch", "calibrate", "change_on_workers", "finish", "measure_noise", "start"]
 
 _LAST = 10
 

@@ -65,19 +65,22 @@ def save_bench(bench: Bench, path: Path) -> None:
     torch.save(states, path)
 
 
-def load_bench(spec: Mapping[str, Any], point: Mapping[str, Any], *, held: bool) -> Bench:
+def load_bench(
+    spec: Mapping[str, Any], point: Mapping[str, Any], *, held: bool, scale: int | None = None
+) -> Bench:
     """Return a bench that goes on from a saved point with another batch.
 
     Args:
         spec: task, form, seed, momentum, scale before and after, ramp.
         point: file and part of the run.
         held: whether the schedule stands still.
+        scale: base batches of a worker's step, instead of those after the change.
     """
     ramp = RAMPS[spec["ramp"]]
     conditions = Conditions(
         seed=spec["seed"],
         rule=ramp.rule(before=spec["before"]),
-        scale=spec["after"],
+        scale=spec["after"] if scale is None else scale,
         compensation=ramp.compensation,
         momentum=spec["momentum"],
         held_at=point["part"] if held else None,

@@ -35,7 +35,7 @@ def section(result: Mapping[str, Any], *, pictures: Path) -> list[str]:
         lines += [f"![{alt}](_static/results-peaks.png)", ""]
     for task in dict.fromkeys(row["task"] for row in rows):
         lines += _task([row for row in rows if row["task"] == task])
-    return lines + _noise(result["noise"], pictures=pictures)
+    return lines + _workers(result["workers"]) + _noise(result["noise"], pictures=pictures)
 
 
 def _verdicts(rows: Sequence[Row]) -> list[str]:
@@ -117,6 +117,33 @@ def _pivot(rows: Sequence[Row], ramps: Sequence[str], show: Callable[[Row], str]
 
 def _fraction(ratio: float) -> str:
     return f"{ratio:g}" if ratio >= 1 else f"1/{1 / ratio:g}"
+
+
+def _workers(rows: Sequence[Row]) -> list[str]:
+    lines = ["### On real workers", ""]
+    if not rows:
+        return [*lines, "**Missing: changes on real workers.**", ""]
+    head = ["k", "ramp", "workers", "peak", "emulated", "largest difference"]
+    cells = [
+        [
+            *(_fraction(row["k"]), row["ramp"]),
+            " or ".join(sorted({_sizes(sizes) for sizes in row["sizes"]})),
+            *(_peak(row), shown(row["emulated_peak_ratio_mean"]), shown(row["difference_max"])),
+        ]
+        for row in rows
+    ]
+    tasks = listed(sorted({row["task"] for row in rows}))
+    text = (
+        f"The same change ({tasks}, from the same states) under `elastane run`: workers join the "
+        "job or leave it while it trains, each with a base batch of its own. Then one worker "
+        "emulates the same numbers of workers step by step. The difference is the largest of all "
+        "held-out losses, relative to the emulated one: rounding, which training lets grow."
+    )
+    return [*lines, text, "", *table(head, cells)]
+
+
+def _sizes(stretches: Sequence[Sequence[int]]) -> str:
+    return ", ".join(f"{steps} x {size}" for size, steps in stretches)
 
 
 def _noise(rows: Sequence[Row], *, pictures: Path) -> list[str]:
