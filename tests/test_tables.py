@@ -21,7 +21,7 @@ from benchmarks.adascale import plan as adascale_plan
 from benchmarks.adascale import rows as adascale_rows
 from benchmarks.adascale import worker
 from benchmarks.adascale import workers as real_workers
-from benchmarks.adascale.rules import Stretched, rule_of
+from benchmarks.adascale.rules import TRIED, Stretched, rule_of
 from benchmarks.adascale.runs import Predictor, measure_gain, train_once
 from benchmarks.dynamic_sgd import __main__ as dynamic_table
 from benchmarks.dynamic_sgd import grid, measure, ramps
@@ -29,6 +29,7 @@ from benchmarks.dynamic_sgd import rows as dynamic_rows
 from benchmarks.dynamic_sgd.noise import measure_noise
 from benchmarks.dynamic_sgd.runs import branch, finish, start
 from benchmarks.dynamic_sgd.workers import change_on_workers
+from benchmarks.results_page import adascale as adascale_section
 from benchmarks.results_page.__main__ import write_page
 from benchmarks.results_page.verdicts import default_against_jump, judge_scales
 from benchmarks.runs.calibration import predicted_s
@@ -170,6 +171,25 @@ def test_with_a_single_base_batch_all_rules_are_one_run():
     one, other = (adascale_plan.Cell(task=NAME, rule=r, scale=1) for r in ("adascale", "lsw"))
     assert plan.cells[one] == plan.cells[other]
     assert len(plan.runs) == 1 + 2 + 1
+
+
+def test_what_is_tried_on_a_task_is_a_run_of_its_own_at_s_1_too():
+    plan = adascale_plan.make_plan(["translation"], scales=(1, 16), seeds=1, quick=False)
+    rule = "adascale, momentum 0.9"
+    tried, base = (adascale_plan.Cell(task="translation", rule=r, scale=1) for r in (rule, "lsw"))
+
+    assert plan.cells[tried] != plan.cells[base]
+    assert {cell.scale for cell in plan.cells if cell.rule == rule} == {1, 16}
+
+
+def test_what_is_tried_changes_what_it_says(monkeypatch):
+    usual = trained("adascale", scale=4)
+    monkeypatch.setitem(TRIED, "adascale, momentum 0.9", {"momentum": 0.5})
+
+    assert trained("adascale, momentum 0.9", scale=4)["trace"]["lr"][0] == pytest.approx(
+        5 * usual["trace"]["lr"][0]
+    )
+    assert trained("adascale, no average", scale=4)["trace"]["gain"] != usual["trace"]["gain"]
 
 
 def test_runs_that_need_others_name_them():
@@ -446,7 +466,7 @@ def test_adascale_rows_count_diverged_runs_and_average_the_others(tmp_path):
 
     (row,) = adascale_rows.make_rows(plan, ledger=ledger)
 
-    assert set(ADASCALE_KEYS.split()) == set(row)
+    assert set(ADASCALE_KEYS.split()) < set(row)
     assert (row["seeds"], row["diverged"], row["metric_mean"]) == (2, 1, 0.9)
     assert row["mean_gain"] == 1.5
     assert row["metric_sd"] is None
@@ -633,6 +653,21 @@ def test_verdicts_follow_from_the_rows():
 
     assert (verdict.holds_at, verdict.fails_at) == ((4,), (16,))
     assert (verdict.largest, verdict.linear_worse) == (16, True)
+
+
+def test_a_worse_metric_is_explained_by_training_loss_and_time_constants_of_momentum():
+    shared = {"task": "t", "rule": "adascale", "metric": "accuracy", "higher_is_better": True}
+    shared |= {"metric_sd": 0.01, "diverged": 0, "seeds": 3, "momentum": 0.99, "mean_gain": 1.0}
+    rows = [
+        shared | {"scale": s, "metric_mean": m, "train_loss_mean": loss, "steps_mean": steps}
+        for s, m, loss, steps in [(1, 0.9, 0.3, 1000), (4, 0.8, 0.2, 500), (16, 0.8, 0.4, 200)]
+    ]
+
+    lines = adascale_section.reasons(rows)
+
+    assert "S = 4: training loss 0.2, 0.3 at S = 1. Training comes as far" in lines[2]
+    assert "2.0 time constants of momentum 0.99, 10.0 at S = 1" in lines[3]
+    assert adascale_section.reasons(rows[:1]) == []
 
 
 @pytest.mark.parametrize("growth", [True, False])

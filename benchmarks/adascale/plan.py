@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.adascale.rules import AS_MANY_STEPS, AT_ONCE
+from benchmarks.adascale.rules import AS_MANY_STEPS, AT_ONCE, TRIED
 from benchmarks.runs.ledger import Run
 from benchmarks.runs.training import POINTS, Change
 from benchmarks.tasks import load_task
@@ -19,6 +19,7 @@ __all__ = [
     "CHANGES",
     "SCALES",
     "TASKS",
+    "TRIED_AT",
     "Cell",
     "Plan",
     "make_plan",
@@ -32,6 +33,11 @@ SCALES = (1, 4, 16, 64)
 CHANGES: Mapping[str, tuple[Change, ...]] = {
     "8-16-32": ((0.0, 8), (0.25, 16), (0.5, 32)),
     "32-16-8": ((0.0, 32), (0.25, 16), (0.5, 8)),
+}
+# What was tried where AdaScale's metric does not stay what it is at S = 1.
+TRIED_AT: Mapping[str, Mapping[str, tuple[int, ...]]] = {
+    "translation": {"adascale, momentum 0.9": (1, 16, 64), "adascale, no average": (16,)},
+    "mnist": {"adascale, no average": (16, 64)},
 }
 SCHEDULES, SCHEDULES_TASK = 20, "mnist"
 _SEEDS, _FEW_SEEDS, _QUICK_SEEDS, _SPREAD_SEEDS = 5, 3, 2, 10
@@ -105,6 +111,9 @@ def _cells(
     for change in CHANGES:
         for rule in ("adascale", AT_ONCE, "lsw"):
             yield Cell(task=task, rule=rule, scale=change), few
+    for rule, tried_at in TRIED_AT.get(task, {}).items():
+        for scale in sorted({*tried_at} & {*scales}):
+            yield Cell(task=task, rule=rule, scale=scale), few
 
 
 def _order(run: Run) -> tuple[bool, int]:
@@ -114,14 +123,19 @@ def _order(run: Run) -> tuple[bool, int]:
 
 
 def _name(cell: Cell, *, seed: int) -> str:
-    """Return a run's name; with a single base batch all rules are the same run."""
-    rule = "base" if cell.scale == 1 else cell.rule
+    """Return a run's name."""
+    rule = "base" if _is_base(cell) else cell.rule
     return f"{cell.task} {rule} {cell.scale} seed {seed}"
 
 
+def _is_base(cell: Cell) -> bool:
+    """Return whether it is the run that all rules are with a single base batch."""
+    return cell.scale == 1 and cell.rule not in TRIED
+
+
 def _train_run(cell: Cell, *, seed: int, quick: bool) -> Run:
-    alone = cell.scale == 1
-    rule = "adascale" if alone else cell.rule
+    is_base = _is_base(cell)
+    rule = "adascale" if is_base else cell.rule
     scales = CHANGES.get(str(cell.scale), ((0.0, cell.scale),))
     needs: tuple[str, ...] = ()
     if rule == AS_MANY_STEPS:
@@ -137,7 +151,7 @@ def _train_run(cell: Cell, *, seed: int, quick: bool) -> Run:
             "scales": [list(change) for change in scales],
         },
         needs=needs,
-        group=f"{cell.task} {'base' if alone else cell.rule} {cell.scale}",
+        group=f"{cell.task} {'base' if is_base else cell.rule} {cell.scale}",
         base_steps=_recipe(cell.task, quick=quick).num_steps * _excess(cell.rule, scales=scales),
         evaluations=POINTS,
     )

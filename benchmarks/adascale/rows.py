@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.adascale.plan import Cell, Plan, measure_names, schedule_names
+from benchmarks.adascale.rules import TRIED
 from benchmarks.runs.figures import mean, spread
 from benchmarks.runs.ledger import Ledger
 from benchmarks.runs.training import POINTS
@@ -46,6 +47,7 @@ def _row(cell: Cell, records: Sequence[Record]) -> Row:
         "steps_mean": mean(record["steps"] for record in good),
         "mean_gain": mean(record["num_steps"] / record["steps"] for record in good),
         "diverged": len(records) - len(good),
+        "momentum": TRIED.get(cell.rule, {}).get("momentum", task.recipe.momentum),
     }
 
 

@@ -5,16 +5,22 @@ Knows scaling rules; nothing of tasks, runs or results.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastane import AdaScale, Identity, Linear, MomentumRamp, Sqrt, WarmUp
 from elastane.momentum import Compensation
 from elastane.scaling import Rule, Scaling, StepContext
 
-__all__ = ["AS_MANY_STEPS", "AT_ONCE", "Stretched", "compensation_of", "rule_of"]
+__all__ = ["AS_MANY_STEPS", "AT_ONCE", "TRIED", "Stretched", "compensation_of", "rule_of"]
 
 AS_MANY_STEPS = "lsw+"
 AT_ONCE = "adascale, no ramp"
+TRIED: Mapping[str, Mapping[str, float]] = {
+    "adascale, momentum 0.9": {"momentum": 0.9},
+    "adascale, no average": {"smoothing": 0.0},
+}
+"""AdaScale with what is not a task's own or elastane's default, by name: fields of `Conditions`."""
 _HAIR = 1e-9
 
 
@@ -53,6 +59,7 @@ def rule_of(name: str, *, steps: int | None = None) -> Rule:
         assert steps is not None
         return Stretched(steps=steps)
     rules: dict[str, Rule] = {
+        **dict.fromkeys(TRIED, AdaScale()),
         "adascale": AdaScale(),
         AT_ONCE: AdaScale(),
         "lsw": WarmUp(rule=Linear()),

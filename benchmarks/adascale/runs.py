@@ -6,10 +6,11 @@ Knows the form of a spec; nothing of which runs there are, or of what is made of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from benchmarks.adascale.rules import compensation_of, rule_of
+from benchmarks.adascale.rules import TRIED, compensation_of, rule_of
 from benchmarks.adascale.workers import train_on_workers
 from benchmarks.runs.calibration import calibrate
 from benchmarks.runs.subject import Conditions, subject_of
@@ -50,6 +51,7 @@ def train_once(spec: Spec, needs: Mapping[str, Spec]) -> dict[str, Any]:
         scale=scale,
         compensation=compensation_of(spec["rule"]),
     )
+    conditions = replace(conditions, **TRIED.get(spec["rule"], {}))
     subject = subject_of(spec["task"], quick=spec["quick"])
     return train(subject, conditions, changes=[(at, to) for at, to in changes]).record()
 

@@ -13,7 +13,7 @@ from benchmarks.results_page.pictures import draw_curves, draw_gains, draw_scale
 from benchmarks.results_page.text import listed, origin, plus_minus, shown, table
 from benchmarks.results_page.verdicts import judge_scales
 
-__all__ = ["section"]
+__all__ = ["reasons", "section"]
 
 Row = Mapping[str, Any]
 _GOAL_ERROR, _GOAL_RATIO = 0.25, 1.5
@@ -75,7 +75,7 @@ def _task(task: str, result: Mapping[str, Any], *, pictures: Path) -> list[str]:
         for row in own
     ]
     lines = [f"### {task.capitalize()}", "", f"{own[0]['metric']}, {better} is better.", ""]
-    lines += table(head, cells)
+    lines += [*table(head, cells), *reasons(own)]
     curves = [
         curve
         for curve in result["curves"]
@@ -86,6 +86,36 @@ def _task(task: str, result: Mapping[str, Any], *, pictures: Path) -> list[str]:
         draw_curves(curves, metric=own[0]["metric"], path=pictures / name)
         lines += [f"![AdaScale's {own[0]['metric']} against progress](_static/{name})", ""]
     return lines
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """Return what the training loss and the steps say of the scales where the metric is worse."""
+    own = {row["scale"]: row for row in rows if row["rule"] == "adascale"}
+    lines: list[str] = []
+    for verdict in judge_scales(rows):
+        for scale in verdict.fails_at:
+            row, base = own[scale], own[1]
+            if row["train_loss_mean"] is not None:
+                lines += [f"- S = {scale}: {_reason(row, base=base)}"]
+    if not lines:
+        return []
+    return ["Where the metric is worse than at S = 1 by more than 2 sd:", "", *lines, ""]
+
+
+def _reason(row: Row, *, base: Row) -> str:
+    ends = (
+        f"training loss {shown(row['train_loss_mean'])}, {shown(base['train_loss_mean'])} at S = 1"
+    )
+    if row["train_loss_mean"] <= base["train_loss_mean"]:
+        return (
+            f"{ends}. Training comes as far or farther, so the gain does not overrate the batch; "
+            "the model generalises less well with less gradient noise."
+        )
+    memories = [one["steps_mean"] * (1 - one["momentum"]) for one in (row, base)]
+    return (
+        f"{ends}. Training itself comes less far. The run has {memories[0]:.1f} time constants of "
+        f"momentum {row['momentum']:g}, {memories[1]:.1f} at S = 1."
+    )
 
 
 def _gains(gains: Sequence[Row]) -> list[str]:
@@ -139,6 +169,8 @@ run's last tenth was not at least 5 % below an untrained model's.
 | lsw+ | as lsw, stretched | as many as AdaScale took with this seed |
 | sqrt | root of S | base run's over S |
 | identity | 1 | until the gains add up to the base run's steps |
+| adascale, momentum 0.9 | the gain; `lr / (1 - m)` as in the task | as adascale |
+| adascale, no average | the gain of the last step's moments alone | as adascale |
 
 `8-16-32` and `32-16-8` are changes of the scale at a quarter and at half of the run. There
 `adascale` has elastane's default ramp after each growth, and `adascale, no ramp` follows the gain
