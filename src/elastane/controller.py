@@ -25,7 +25,7 @@ class Measuring:
 
     Attributes:
         averaging: `"debiased"`, or `"paper"` for a plain mean that turns into a moving average.
-        smoothing: theta between 0 and 1; by default it follows the scale, `max(1 - S/1000, 0)`.
+        smoothing: theta between 0 and 1; by default it follows the scale, `max(1 - S/1000, 0.9)`.
         every: measure every k-th step; in between, the moments of earlier steps serve.
         current: let a step's own gradients take part in its gain, as fairscale and AdaptDL do.
             By default the gain comes from earlier steps alone, as the paper reads, so that the

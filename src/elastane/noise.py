@@ -174,13 +174,13 @@ def critical_batch(moments: Moments, *, efficiency: float = 0.5) -> float:
 
 
 def smoothing(scale: float) -> float:
-    """Return `theta = max(1 - S/1000, 0)`; from `S = 1000` on 0.9, the last ten steps.
+    """Return `theta = max(1 - S/1000, 0.9)`: the last 1000 base steps, at least ten steps.
 
     References:
-        Johnson et al., AdaScale SGD (2020), section 3.3; the memory of ten steps at `S >= 1000`,
-        where theirs forgets at once, is ours.
+        Johnson et al., AdaScale SGD (2020), section 3.3, whose bound is 0: it forgets ever more
+        from `S = 100` on, and everything at once from 1000. The memory of ten steps is ours.
     """
-    return 1 - scale / 1000 if scale < 1000 else 0.9
+    return max(1 - scale / 1000, 0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
