@@ -120,10 +120,10 @@ def make_plan(
         folder: where the states before the changes are kept.
         ratios: instead of the grid's own.
         seeds: instead of the grid's own.
-        quick: growth by 16 in the middle of the first task's run, at once and with a ramp.
+        quick: growth by 16 in the middle of each task's run, at once and with a ramp.
     """
     plan = Plan()
-    for task in tasks[:1] if quick else tasks:
+    for task in tasks:
         grid = grid_of(task, quick=quick)
         grid = replace(grid, ratios=tuple(ratios or grid.ratios), seeds=seeds or grid.seeds)
         maker = _Maker(task, grid=grid, folder=folder, quick=quick, plan=plan)
