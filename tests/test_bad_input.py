@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from training import Digits, build_model, train
 
+import elastane
 from elastane import (
     LEGW,
     AdamScale,
@@ -222,3 +224,13 @@ def test_an_option_that_nothing_knows_is_python_s_own_error() -> None:
 def test_every_error_of_ours_has_one_root() -> None:
     assert issubclass(ArgumentError, ElastaneError)
     assert issubclass(UnsupportedError, ElastaneError)
+
+
+# BC-15
+def test_no_option_can_slip_into_anothers_place():
+    by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    for name in elastane.__all__:
+        found = getattr(elastane, name)
+        if callable(found) and not issubclass(found, Exception):
+            kinds = [one.kind for one in signature(found).parameters.values()]
+            assert sum(kind in by_place for kind in kinds) <= 1, name

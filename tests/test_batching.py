@@ -228,6 +228,7 @@ def test_a_local_batch_grows_with_the_workers():
     assert (first.batch_samples, first.nominal_samples) == (16, 16)
 
 
+# BC-43
 @pytest.mark.parametrize(
     ("num_samples", "wanted"),
     [
@@ -268,6 +269,7 @@ def test_the_nominal_batch_is_what_the_policy_asks_for_where_the_batch_is_anothe
 # GlobalBatch
 
 
+# BC-43
 def test_a_global_batch_stays_and_is_split_as_evenly_as_it_goes():
     dealt = plans(GlobalBatch(16), world_size=3, position=0, num_samples=100)
     assert [ranges(plan) for plan in dealt] == [[(0, 6)], [(6, 11)], [(11, 16)]]
@@ -466,6 +468,7 @@ def test_the_steps_of_an_epoch_together_are_the_epoch_of_the_order():
     assert sorted(indices[:53]) == sorted(indices[53:]) == list(range(53))
 
 
+# BC-50
 def test_an_epoch_ends_exactly_and_the_next_one_is_whole_with_six_workers():
     # dlrover PR #1553: 60,000 samples, 56,800 done, then 6 workers; the next epoch must be whole.
     position, seen = 56_800, []

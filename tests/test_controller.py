@@ -133,6 +133,7 @@ def test_every_kth_committed_step_is_measured(every):
     assert one.state_dict()["averages"][0]["count"] == len(measured)
 
 
+# BC-16
 @pytest.mark.parametrize("averaging", ["debiased", "paper"])
 def test_a_constant_measured_every_kth_step_reads_back(averaging):
     one = controller(every=3, averaging=averaging)
@@ -146,6 +147,7 @@ def test_a_constant_measured_every_kth_step_reads_back(averaging):
 # Smoothing
 
 
+# BC-14
 def test_ones_own_smoothing_stays_whatever_the_scale():
     one = controller(smoothing=0.12345)
     expected = None
@@ -160,12 +162,14 @@ def test_ones_own_smoothing_stays_whatever_the_scale():
         assert (state["variance"], state["weight"]) == pytest.approx(expected, rel=1e-12)
 
 
+# BC-14
 def test_smoothing_of_zero_is_taken_and_not_replaced():
     one = controller(smoothing=0.0)
     run(one, [{"samples": NOISE}, {"samples": Moments(variance=1.0, sqr_norm=1.0)}])
     assert decide(one).moments == Moments(variance=1.0, sqr_norm=1.0)
 
 
+# BC-14
 def test_the_default_smoothing_follows_the_scale():
     for batch, theta in ((16, 0.999), (160, 0.99), (8, 0.9995), (1600, 0.9), (32_000, 0.9)):
         one = controller()
@@ -222,6 +226,7 @@ def test_factor_and_progress_differ_where_the_rule_says_so():
         assert last.progress == pytest.approx(progress)
 
 
+# BC-41
 def test_batches_below_the_base_batch_are_worth_less_than_a_step():
     decisions = run(controller(), [{"samples": NOISE, "batch": 8}] * 3)
     assert decisions[0].gain == 1.0
@@ -351,6 +356,7 @@ def test_deciding_changes_nothing_until_it_is_committed():
     assert after["ramps"][0]["batch_samples"] == 64
 
 
+# BC-58
 def test_a_step_that_was_not_committed_leaves_no_trace():
     straight, skipping = (
         controller(compensation=MomentumRamp()),
@@ -548,6 +554,7 @@ def test_a_run_cut_into_other_numbers_of_workers_makes_the_same_progress_to_the_
     assert len({decision.gain for decision in found}) > 30
 
 
+# BC-06
 def test_all_ranks_decide_the_same_from_the_same_reduced_numbers():
     ranks = [controller(compensation=MomentumRamp()) for _ in range(4)]
     for step, samples in enumerate(random_samples(30)):
@@ -598,6 +605,7 @@ def save_and_load(state):
     return torch.load(file, weights_only=True)
 
 
+# BC-39
 @pytest.mark.parametrize(
     ("rule", "compensation"),
     [

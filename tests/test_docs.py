@@ -85,23 +85,40 @@ def test_an_indented_block_of_a_plain_docstring_is_literal_and_a_section_is_not(
     ]
 
 
-def test_every_report_is_held_by_the_tests_that_the_page_names():
-    page = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")
-    promised = {
-        (int(row[1]), test)
-        for row in re.finditer(r"^\| (\d+) \|.*\|([^|]*)\|$", page, re.MULTILINE)
-        for test in re.findall(r"`(test_\w+)`", row[2])
+def promised_on(page, *, row):
+    """Return (row, test) of a page's table."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return {
+        (found[1], test)
+        for found in re.finditer(rf"^\| ({row}) \|.*\|([^|]*)\|$", text, re.MULTILINE)
+        for test in re.findall(r"`(test_\w+)`", found[2])
     }
-    held = {
-        (int(number), found["test"])
+
+
+def held_by_tests(mark, *, row):
+    """Return (row, test) of the comments above tests."""
+    decorators = r"(?:@.*\n(?:[ )].*\n)*)*"
+    return {
+        (number, found["test"])
         for path in ROOT.glob("tests/test_*.py")
         for found in re.finditer(
-            r"^# (?P<numbers>(?:\[\d+\] ?)+)\n(?:@.*\n(?:[ )].*\n)*)*def (?P<test>\w+)",
+            rf"^# (?P<marks>(?:{mark} ?)+)\n(?:# .*\n)*{decorators}def (?P<test>\w+)",
             path.read_text(encoding="utf-8"),
             re.MULTILINE,
         )
-        for number in re.findall(r"\d+", found["numbers"])
+        for number in re.findall(row, found["marks"])
     }
 
-    assert promised == held
-    assert {number for number, _ in promised} == set(range(1, 28))
+
+def test_every_report_is_held_by_the_tests_that_the_page_names():
+    promised = promised_on("reports.md", row=r"\d+")
+
+    assert promised == held_by_tests(r"\[\d+\]", row=r"\d+")
+    assert {int(number) for number, _ in promised} == set(range(1, 28))
+
+
+def test_every_case_is_held_by_the_tests_that_the_page_names():
+    promised = promised_on("cases.md", row=r"BC-\d\d")
+
+    assert promised == held_by_tests(r"BC-\d\d", row=r"BC-\d\d")
+    assert len({case for case, _ in promised}) >= 44

@@ -139,6 +139,7 @@ def twin_of(committed, *, num_steps=1e9, milestones=()):
     return rows
 
 
+# BC-29
 # [9] [23]
 @processes
 @pytest.mark.timeout(180)

@@ -49,6 +49,7 @@ def wait_blocked(supervisor, worker):
     supervisor.wait_until(is_blocked)
 
 
+# BC-49
 # [1] [3] [5] [10] [11] [18] [19]
 @processes
 def test_joins_and_planned_leaves_lose_no_step_and_no_sample_and_go_never_back(supervisor):

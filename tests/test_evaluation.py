@@ -40,6 +40,7 @@ def modes(model):
     return {name: module.training for name, module in model.named_modules()}
 
 
+# BC-53
 @always(max_examples=120)
 @given(size=st.integers(1, 60), batch_size=st.integers(1, 70), world_size=st.integers(1, 7))
 def test_every_sample_is_seen_once_by_all_workers_together(size, batch_size, world_size):

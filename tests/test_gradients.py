@@ -206,6 +206,7 @@ def test_two_averaged_steps_give_fairscales_gain():
     assert model.weight.grad.flatten().tolist() == nearly([2.05] * 4)
 
 
+# BC-01
 @pytest.mark.parametrize(("base", "wanted"), [(1, 4.0), (3, 4 / 3), (2, 2.0)])
 def test_orthogonal_gradients_gain_the_scale(base, wanted):
     _, found, _ = golden_step(torch.eye(4).tolist(), base_batch_size=base, bias=False)
@@ -220,6 +221,7 @@ def test_identical_gradients_gain_nothing():
 # One process against the oracle
 
 
+# BC-25
 @always(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=5),
@@ -337,6 +339,7 @@ def test_a_shared_parameter_is_counted_once(listed_twice):
     check(measurement, model, expected(model, batches, weights=[2, 1], groups=[parameters]))
 
 
+# BC-11
 def test_gradients_zeroed_in_place_are_as_good_as_none():
     model, batches = make_model(), make_batches([2, 1])
     groups = [list(model.parameters())]
@@ -393,9 +396,10 @@ def test_micro_batches_of_single_samples_measure_as_the_per_sample_oracle():
     assert moments.sqr_norm == exactly(float(rows.mean(0).square().sum()) - variance / 32)
 
 
+# BC-05
 @pytest.mark.parametrize("ddp", [False, True])
 def test_the_loss_scale_does_not_reach_the_statistics(ddp, group):
-    """BC-05: exact, because the scales are powers of two."""
+    """Exact, because the scales are powers of two."""
     runs = {}
     for name, scales in {"plain": (1.0, 1.0, 1.0), "scaled": (65536.0, 32768.0, 65536.0)}.items():
         model = make_model(dtype=torch.float32)
@@ -411,6 +415,7 @@ def test_the_loss_scale_does_not_reach_the_statistics(ddp, group):
     assert runs["plain"] == runs["scaled"]
 
 
+# BC-04
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("ddp", [False, True])
@@ -526,9 +531,10 @@ def test_sparse_gradients_are_refused_with_the_way_out():
         tap.settle()
 
 
+# BC-20
 @pytest.mark.parametrize("ddp", [False, True])
 def test_a_window_cut_short_is_a_mean_over_what_there_was(ddp, group):
-    """BC-20: three of four micro-batches."""
+    """Three of four micro-batches."""
     model, batches = make_model(), make_batches([2, 2, 2])
     groups = [list(model.parameters())]
     tap, used = attach(model, group=group) if ddp else (GradientTap(groups), model)
@@ -539,8 +545,9 @@ def test_a_window_cut_short_is_a_mean_over_what_there_was(ddp, group):
     assert measurement.weight == 6
 
 
+# BC-20
 def test_windows_of_four_four_and_two_micro_batches_each_count_their_own():
-    """BC-20: nothing stays behind from the window before."""
+    """Nothing stays behind from the window before."""
     model = make_model()
     groups = [list(model.parameters())]
     tap = GradientTap(groups)
@@ -551,6 +558,7 @@ def test_windows_of_four_four_and_two_micro_batches_each_count_their_own():
         assert (measurement.num_gradients, measurement.batch_samples) == (count, 3 * count)
 
 
+# BC-20
 def test_an_abandoned_window_leaves_nothing_behind():
     model, batches = make_model(), make_batches([2, 2])
     groups = [list(model.parameters())]
@@ -612,12 +620,13 @@ def test_ddp_gives_what_one_process_gives(options, sizes, set_to_none, group):
                 parameter -= 0.1 * parameter.grad
 
 
+# BC-23
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 def test_many_buckets_are_measured_before_and_after_they_are_rebuilt(
     num_micro_batches, options, group
 ):
-    """BC-23: the layout changes after the first iteration."""
+    """The layout changes after the first iteration."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(*[m for _ in range(12) for m in (nn.Linear(300, 300), nn.Tanh())])
@@ -677,8 +686,9 @@ def test_other_weights_under_ddp_give_the_weighted_mean(weights, group):
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
 
 
+# BC-21
 def test_an_unsynchronised_last_micro_batch_is_a_usage_error(group):
-    """BC-21: each worker would step on its own gradient."""
+    """Each worker would step on its own gradient."""
     model, ((inputs, targets),) = make_model(), make_batches([2])
     tap, wrapper = attach(model, group=group)
     tap.begin(batch_samples=2)
@@ -689,6 +699,7 @@ def test_an_unsynchronised_last_micro_batch_is_a_usage_error(group):
         tap.settle()
 
 
+# BC-21
 def test_two_synchronised_backward_passes_in_a_window_are_a_usage_error(group):
     """Each would be averaged and counted; the mean would silently be wrong by a factor."""
     model, batches = make_model(), make_batches([2, 2])

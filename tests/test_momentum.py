@@ -194,6 +194,7 @@ def test_the_factor_returns_to_the_bit_after_twenty_changes(compensation):
     assert state.applied == 0.1
 
 
+# BC-39
 @pytest.mark.parametrize("stop", range(1, 30, 4))
 @pytest.mark.parametrize(
     "compensation",
@@ -244,6 +245,7 @@ def test_without_momentum_no_length_is_asked_for():
 # u-form and v-form
 
 
+# BC-44
 @pytest.mark.parametrize("compensation", [MomentumRamp(), NoiseMatchedRamp()], ids=repr)
 def test_a_factor_on_the_rate_is_the_v_form_with_a_buffer_rescaled_in_every_step(compensation):
     rng = np.random.default_rng(5)

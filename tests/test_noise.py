@@ -61,6 +61,7 @@ def draws(rng, *, num_draws, samples, sqr_norm, variance, dim):
 # The estimator
 
 
+# BC-25
 @pytest.mark.parametrize(
     "samples", [[4, 4], [4, 4, 4, 4], [1, 7], [3, 1, 8, 20], [5, 5, 2], [16, 1, 1, 1, 1]]
 )
@@ -376,6 +377,7 @@ def test_the_paper_average_goes_on_as_a_mean_when_theta_grows():
     assert average.read().variance == pytest.approx(np.mean(values), rel=1e-12)
 
 
+# BC-03
 def test_an_average_keeps_negative_values_raw():
     for averaging in noise.AVERAGES:
         average = MomentAverage(averaging=averaging)
@@ -391,6 +393,7 @@ def test_updating_an_average_leaves_the_old_one_as_it_was():
     assert before.state_dict() == copy
 
 
+# BC-12
 @pytest.mark.parametrize("averaging", noise.AVERAGES)
 def test_an_average_survives_a_checkpoint_that_loads_weights_only(averaging):
     rng = np.random.default_rng(3)
@@ -438,6 +441,7 @@ def test_an_unknown_average_is_refused_by_name():
 NOISY = {"sqr_norm": 0.01, "variance": 1.0, "dim": 100, "samples": [1, 1]}
 
 
+# BC-03
 def test_a_plain_mean_of_raw_moments_finds_the_noise_scale():
     rng = np.random.default_rng(11)
     parts = [moments_of(draws(rng, num_draws=20_000, **NOISY), [1, 1]) for _ in range(10)]
@@ -471,6 +475,7 @@ def test_the_average_of_the_paper_finds_the_noise_scale_too():
     assert np.median(scales) == pytest.approx(100, rel=0.10)
 
 
+# BC-02
 @pytest.mark.parametrize(("before", "after"), [(2, 8), (4, 16), (8, 2)])
 @pytest.mark.parametrize("averaging", noise.AVERAGES)
 def test_the_gain_is_right_at_once_after_a_change_of_scale(before, after, averaging):

@@ -30,6 +30,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+# BC-59
 @pytest.mark.usefixtures("one_thread")
 def test_a_large_buffer_is_right_to_1e_7_where_one_dot_product_is_wrong_by_1e_4():
     tensor = normal(25_000_000)

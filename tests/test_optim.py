@@ -225,8 +225,9 @@ def test_a_gradient_scaler_steps_under_the_scaled_lr():
     assert lrs_of(optimizer) == [0.125]
 
 
+# BC-44
 def test_displacement_follows_a_jump_of_the_lr_at_once():
-    """BC-44: torch's SGD applies the lr outside the momentum buffer, so nothing is corrected."""
+    """Torch's SGD applies the lr outside the momentum buffer, so nothing is corrected."""
     weight = one_weight(0.0)
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     step = ScaledStep(optimizer, Schedule(None, optimizer=optimizer, num_steps=10**6))
@@ -240,8 +241,9 @@ def test_displacement_follows_a_jump_of_the_lr_at_once():
     assert moves == pytest.approx([1.0, 4.0, 4.0, 1.0], rel=1e-9)
 
 
+# BC-46
 def test_weight_decay_alone_shrinks_by_the_scaled_lr():
-    """BC-46: the decay per base-equivalent step is unchanged."""
+    """The decay per base-equivalent step is unchanged."""
     weight = one_weight()
     weight.grad.zero_()
     optimizer = torch.optim.SGD([weight], lr=0.1, weight_decay=0.05)
@@ -285,6 +287,7 @@ def test_clipping_is_torchs(max_norm):
 # Schedules: torch's schedulers
 
 
+# BC-32
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_moved_by_progress_is_where_plain_steps_put_it(name):
     plain = plain_lrs(SCHEDULERS[name], NUM_STEPS)
@@ -316,8 +319,9 @@ def test_no_sequence_of_jumps_loses_a_base_step(name, jumps):
         assert lrs_of(optimizer) == closely(plain[min(math.floor(progress), last)])
 
 
+# BC-18
 def test_a_milestone_fires_when_progress_crosses_it():
-    """BC-18: a gain of 2.5 brings base step 100 to real step 40."""
+    """A gain of 2.5 brings base step 100 to real step 40."""
     optimizer = sgd()
     scheduler = sched.MultiStepLR(optimizer, [100], gamma=0.1)
     step = ScaledStep(optimizer, Schedule(scheduler, optimizer=optimizer, num_steps=1000))
@@ -349,9 +353,10 @@ def test_a_scheduler_is_never_moved_past_the_end(num_steps):
     assert max(seen) == scheduler.last_epoch == 10
 
 
+# BC-33
 @pytest.mark.parametrize("progress", [[1000.0], [3.7, 999.4, 1007.3]])
 def test_one_cycle_ends_exactly_at_the_final_lr_of_a_plain_run(progress):
-    """BC-33: the lr of a plain run's last step, and no error beyond."""
+    """The lr of a plain run's last step, and no error beyond."""
     plain = sgd()
     scheduler = sched.OneCycleLR(plain, max_lr=0.3, total_steps=1000)
     for _ in range(999):
@@ -536,6 +541,7 @@ def trained(name, progress):
     return states, lrs
 
 
+# BC-30 BC-31
 @pytest.mark.parametrize("name", ALL_SCHEDULES)
 @pytest.mark.parametrize(
     "order",
@@ -548,7 +554,7 @@ def trained(name, progress):
 )
 @pytest.mark.parametrize("progress", [0.9, 13.6])
 def test_every_order_of_building_and_loading_gives_the_same_lr(name, order, progress):
-    """BC-30, BC-31: as if nothing had happened."""
+    """As if nothing had happened."""
     (schedule_state, optimizer_state), wanted = trained(name, progress)
     optimizer, schedule = sgd(), None
     for action in order:
@@ -568,9 +574,10 @@ def test_every_order_of_building_and_loading_gives_the_same_lr(name, order, prog
         assert mine == closely(other)
 
 
+# BC-35
 @pytest.mark.parametrize("name", [name for name in ALL_SCHEDULES if name != "none"])
 def test_a_schedule_loaded_beside_a_fresh_optimizer_sets_its_lr(name):
-    """BC-35: torch leaves the first lr until the next step."""
+    """Torch leaves the first lr until the next step."""
     (state, _), wanted = trained(name, 13.6)
     optimizer = sgd()
     schedule = Schedule(ALL_SCHEDULES[name](optimizer), optimizer=optimizer, num_steps=NUM_STEPS)
@@ -581,9 +588,10 @@ def test_a_schedule_loaded_beside_a_fresh_optimizer_sets_its_lr(name):
     assert lrs_of(optimizer) == closely(wanted[2])
 
 
+# BC-29
 @pytest.mark.parametrize("name", ["function", "StepLR", "none"])
 def test_restarts_do_not_multiply_the_lr_again(name):
-    """BC-29: 2, 4, 2 and 2 workers under linear scaling, a new process each."""
+    """2, 4, 2 and 2 workers under linear scaling, a new process each."""
     make = {"function": lambda _: lambda _: 1.0, "StepLR": lambda o: sched.StepLR(o, 10**6)}
     states, moves = None, []
     for factor in (2.0, 4.0, 2.0, 2.0):

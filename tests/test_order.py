@@ -157,6 +157,7 @@ def test_the_order_never_changes_over_long_ranges(num_samples, count, golden):
     assert hashlib.blake2b(indices.astype("<i8").tobytes(), digest_size=8).hexdigest() == golden
 
 
+# BC-51
 def test_seed_and_epoch_are_not_confused_and_neither_is_their_size_limited():
     pairs = [(1, 11), (11, 1), (1, 1), (-1, 1), (2**64 + 1, 1), (1, 2**64 + 1), (10**5000, 0)]
     orders = [
@@ -504,6 +505,7 @@ def committed_indices(script, *, first, last, num_samples, seed, straddle):
                     return np.concatenate(committed)
 
 
+# BC-48 BC-49
 @always(max_examples=500)
 @given(
     script=st.lists(changes, min_size=1, max_size=5).filter(

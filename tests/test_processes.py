@@ -103,6 +103,7 @@ def test_the_same_micro_batches_give_the_same_run_however_they_are_dealt(
     assert_same(records[0], wanted, rel=rel)
 
 
+# BC-06
 def test_workers_with_one_micro_batch_each_are_one_process_with_as_many(tmp_path: Path) -> None:
     keywords = {"dtype": FLOAT64, "max_steps": 100, "batch": LocalBatch(6)}
     records = run_workers(train_with, keywords, world_size=3, folder=tmp_path)
@@ -111,6 +112,7 @@ def test_workers_with_one_micro_batch_each_are_one_process_with_as_many(tmp_path
     assert_same(records[0], wanted, rel=1e-10)
 
 
+# BC-25
 def test_an_unequal_batch_over_workers_is_still_the_mean_over_samples(tmp_path: Path) -> None:
     # 16 samples over 3 workers are 6, 5, 5 (torchft #302).
     keywords = {"dtype": FLOAT64, "max_steps": 30, "batch": GlobalBatch(16)}
@@ -120,6 +122,7 @@ def test_an_unequal_batch_over_workers_is_still_the_mean_over_samples(tmp_path: 
     assert_same(records[0], wanted, rel=1e-10)
 
 
+# BC-24
 def test_each_sample_of_an_epoch_is_seen_once_over_all_workers(tmp_path: Path) -> None:
     keywords = {"max_steps": 28, "batch": GlobalBatch(22)}
     records = run_workers(train_with, keywords, world_size=3, folder=tmp_path)
@@ -187,6 +190,7 @@ def test_other_boundaries_of_the_same_samples_give_moments_that_agree_in_expecta
     assert few[0].mean() == pytest.approx(many[0].mean(), rel=0.1)
 
 
+# BC-45
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 3)])
 def test_a_run_saved_in_one_world_goes_on_in_another_as_if_nothing_had_happened(
     before: int, after: int, tmp_path: Path
@@ -214,6 +218,7 @@ def test_a_run_saved_and_resumed_in_the_same_world_is_equal_to_the_bit(tmp_path:
     assert records[0]["gain"] == whole[0]["gain"][20:]
 
 
+# BC-31 BC-42
 def test_position_progress_and_lr_go_on_with_the_batch_of_each_world(tmp_path: Path) -> None:
     # mala #374: from 1 worker to 4, 2 and 1 again, linear rule: lr 1x, 4x, 2x, 1x its base.
     lrs = []
@@ -360,6 +365,7 @@ def train_with_nan_on_one_rank(scaled: bool) -> dict[str, Any]:
     }
 
 
+# BC-04
 @pytest.mark.parametrize("scaled", [False, True])
 def test_infinite_gradients_on_one_rank_make_every_rank_skip_the_step(
     scaled: bool, tmp_path: Path
@@ -407,6 +413,7 @@ def train_tokens() -> dict[str, Any]:
     }
 
 
+# BC-26
 def test_token_weights_average_over_the_tokens_of_all_workers(tmp_path: Path) -> None:
     wanted = train_tokens()
     for record in run_workers(train_tokens, world_size=2, folder=tmp_path):
@@ -632,6 +639,7 @@ def train_with_adam() -> dict[str, Any]:
         return train(session)
 
 
+# BC-17
 def test_adam_with_the_square_root_of_the_gain_trains_alike_in_any_world(tmp_path: Path) -> None:
     wanted = train_with_adam()
     records = run_workers(train_with_adam, world_size=2, folder=tmp_path)
@@ -686,6 +694,7 @@ def train_idle_third(_: int = 0) -> dict[str, Any]:
     )
 
 
+# BC-58
 def test_an_idle_worker_counts_neither_in_the_gain_nor_in_the_mean(tmp_path: Path) -> None:
     wanted = train_digits(FLOAT64, max_steps=40, batch=GlobalBatch(16, micro_batches=2))
     records = run_workers(train_idle_third, world_size=3, folder=tmp_path)
@@ -720,6 +729,7 @@ def train_under_one_cycle(keywords: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
+# BC-33
 def test_one_cycle_goes_on_through_worlds_and_ends_at_its_final_lr(tmp_path: Path) -> None:
     alone = {"state": None, "save": tmp_path / "whole", "max_steps": None}
     wanted = train_under_one_cycle(alone)
@@ -746,6 +756,7 @@ def evaluate_few(num_samples: int) -> dict[str, Any]:
     return {"sums": result.sums, "num_samples": result.num_samples}
 
 
+# BC-53
 @pytest.mark.parametrize("num_samples", [1, 2, 10])
 def test_evaluation_deals_each_sample_once_without_padding(
     num_samples: int, tmp_path: Path
@@ -772,6 +783,7 @@ def train_idle() -> dict[str, Any]:
     return record
 
 
+# BC-58
 def test_a_worker_without_samples_keeps_company_and_leaves_no_trace(tmp_path: Path) -> None:
     records = run_workers(train_idle, world_size=2, folder=tmp_path)
     wanted = train_idle()

@@ -235,6 +235,7 @@ def test_a_bare_model_is_accepted():
     check_model(Net(), ddp={"find_unused_parameters": True, "bucket_cap_mb": 5})
 
 
+# BC-08
 @pytest.mark.parametrize(
     "make",
     [

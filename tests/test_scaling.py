@@ -145,6 +145,7 @@ def test_a_warm_up_runs_from_one_to_the_rule_and_stays_there():
     assert found == [1.0, 4.75, 8.5, 16.0, 16.0, 16.0]
 
 
+# BC-32
 def test_a_warm_up_counts_the_progress_of_its_rule_from_the_start():
     rule = WarmUp(rule=AdaScale(), fraction=0.1)
     assert apply_rule(rule, at(gain=3.0, scale=8, progress=0)) == (1.0, 3.0)

@@ -66,6 +66,7 @@ def test_a_run_at_the_base_batch_is_a_plain_training_loop_to_the_bit() -> None:
         assert torch.equal(own, theirs)
 
 
+# BC-51
 def test_each_epoch_is_seen_exactly_once_and_ends_with_a_short_batch() -> None:
     session, _ = build_session(build_model(), rule=Linear(), num_steps=3 * 301 / 8)
     with session:
@@ -130,6 +131,7 @@ def test_adascale_takes_fewer_steps_and_each_is_worth_its_gain() -> None:
     assert len(record["gain"]) < 180
 
 
+# BC-41
 def test_a_batch_below_the_base_batch_trains_with_a_gain_below_one() -> None:
     batch = GlobalBatch(4, micro_batches=2)
     session, _ = build_session(build_model(), dataset=Digits(304), batch=batch, num_steps=60)
@@ -139,6 +141,7 @@ def test_a_batch_below_the_base_batch_trains_with_a_gain_below_one() -> None:
     assert min(record["gain"]) < 0.95
 
 
+# BC-18
 def test_the_schedule_moves_by_whole_base_steps_crossed_and_never_past_its_end() -> None:
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -185,6 +188,7 @@ def poisoned_loss(times: int) -> Any:
     return loss
 
 
+# BC-04 BC-37
 def test_a_step_with_nan_gradients_moves_nothing_and_its_samples_come_again() -> None:
     clean, _ = build_session(build_model(), batch=LocalBatch(16, micro_batches=2))
     with clean:
@@ -278,6 +282,7 @@ def test_linear_regression_finds_its_coefficients() -> None:
     assert slope.item() == pytest.approx(4, abs=0.2)
 
 
+# BC-37
 def test_a_scaler_backs_off_on_overflow_and_nothing_else_moves() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
     session, _ = build_session(
@@ -295,6 +300,7 @@ def test_a_scaler_backs_off_on_overflow_and_nothing_else_moves() -> None:
     assert torch.allclose(record["weights"], wanted["weights"], rtol=0, atol=1e-7)
 
 
+# BC-19
 def test_max_norm_clips_as_the_user_would_by_hand_between_backward_and_step() -> None:
     weights = []
     for own in (True, False):
@@ -314,6 +320,7 @@ def test_max_norm_clips_as_the_user_would_by_hand_between_backward_and_step() ->
     assert torch.allclose(weights[0], weights[1], rtol=0, atol=2e-6)
 
 
+# BC-28
 def test_a_user_who_unscales_before_clipping_is_not_unscaled_twice() -> None:
     weights = []
     for by_hand in (True, False):
@@ -336,6 +343,7 @@ def test_a_user_who_unscales_before_clipping_is_not_unscaled_twice() -> None:
     assert torch.allclose(weights[0], weights[1], rtol=0, atol=1e-6)
 
 
+# BC-26
 def test_weights_of_micro_batches_make_the_gradient_a_mean_over_tokens() -> None:
     model = nn.Linear(3, 1, bias=False)
     inputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
@@ -394,6 +402,7 @@ def test_frozen_unused_and_shared_parameters_train_like_the_plain_loop() -> None
         assert torch.allclose(own, theirs, atol=2e-6)
 
 
+# BC-11
 def test_zero_grad_by_the_user_in_either_form_changes_nothing() -> None:
     weights = []
     for set_to_none in (None, True, False):
@@ -536,6 +545,7 @@ def packed(samples: list[tuple[torch.Tensor, int, int]]) -> tuple[torch.Tensor, 
     return torch.stack(images), torch.tensor(labels), indices
 
 
+# BC-42
 # [25]
 def test_a_resume_counts_samples_not_what_the_collate_function_made_of_them() -> None:
     loader = LoaderOptions(seed=3, collate_fn=packed)
@@ -596,6 +606,7 @@ def test_a_session_state_alone_sets_the_lr_of_a_fresh_optimizer() -> None:
     assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] != 0.1
 
 
+# BC-12
 def test_the_state_loads_without_elastane_as_plain_tensors_and_numbers(tmp_path: Any) -> None:
     session, _ = build_session(build_model(), scaler=torch.amp.GradScaler("cpu"))
     with session:
@@ -1090,6 +1101,7 @@ def test_a_state_saved_right_after_a_group_joined_can_be_loaded() -> None:
     assert [one["count"] for one in other.state_dict()["controller"]["averages"]] == [6, 3]
 
 
+# BC-17
 def test_adam_under_the_rule_for_sgd_is_warned_of_and_under_its_own_is_not() -> None:
     model = build_model()
     arguments: dict[str, Any] = {
@@ -1144,6 +1156,7 @@ def test_a_step_waits_for_one_small_vector_and_no_scalar_more_than_a_plain_loop(
         assert waits_in(lambda: ours(session)) <= waits_in(lambda: plain(build_model())) + 10
 
 
+# BC-19
 def test_is_last_micro_batch_tells_where_to_clip_by_hand() -> None:
     weights = []
     for by_hand in (True, False):
@@ -1162,6 +1175,7 @@ def test_is_last_micro_batch_tells_where_to_clip_by_hand() -> None:
     assert torch.allclose(weights[0], weights[1], rtol=0, atol=2e-6)
 
 
+# BC-01
 @pytest.mark.parametrize("divided", [False, True])
 def test_a_loss_that_the_user_divides_has_the_same_gain_and_a_shorter_step(divided: bool) -> None:
     # Orthogonal gradients in four micro-batches are worth four steps, however they are scaled.
@@ -1190,6 +1204,7 @@ def test_a_loss_that_the_user_divides_has_the_same_gain_and_a_shorter_step(divid
     assert torch.allclose(before - model.weight.detach(), wanted)
 
 
+# BC-55
 def test_batch_statistics_move_once_a_micro_batch_as_documented() -> None:
     means = []
     for micro_batches in (1, 8):

@@ -6,7 +6,7 @@ Arithmetic on positions only; knows nothing of data sets, gradients or rules.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -111,6 +111,7 @@ class LocalBatch:
     """
 
     samples: int
+    _: KW_ONLY
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
@@ -152,6 +153,7 @@ class GlobalBatch:
     """
 
     samples: int
+    _: KW_ONLY
     max_micro_batch: int | None = None
     micro_batches: int | None = None
     shares: Sequence[float] | None = None
