@@ -1,5 +1,7 @@
 """Examples in docstrings and Markdown are executed as tests."""
 
+import signal
+
 import pytest
 import torch
 from sybil import Sybil
@@ -8,6 +10,9 @@ from sybil.parsers.myst import PythonCodeBlockParser
 from sybil.parsers.rest import DocTestParser
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what runs in its background so, and the commands under test would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _markdown = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"])
 _docstrings = Sybil(parsers=[DocTestParser()], patterns=["src/**/*.py", "src/elastane/*.py"])
