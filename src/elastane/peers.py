@@ -125,7 +125,10 @@ class Breaker:
         with self._lock:
             then = self._pending.pop(future, None)
         if then is not None:
-            future.set_result(then(_failure_of(ended)))
+            value = then(_failure_of(ended))
+            # Gloo's thread calls this: as the last that holds the group it would wait for itself.
+            del then
+            future.set_result(value)
 
 
 class Peers:
