@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from elastane._version import __version__
 
 if TYPE_CHECKING:
+    from elastane.averaging import WeightAverage
     from elastane.batching import GlobalBatch, LocalBatch
     from elastane.controller import Measuring
     from elastane.data import LoaderOptions
@@ -38,10 +39,12 @@ __all__ = [
     "Sqrt",
     "StepResult",
     "WarmUp",
+    "WeightAverage",
     "__version__",
 ]
 
 _HOMES = {
+    "averaging": ("WeightAverage",),
     "batching": ("GlobalBatch", "LocalBatch"),
     "controller": ("Measuring",),
     "data": ("LoaderOptions",),

@@ -21,6 +21,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "foreach_add_",
+    "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
@@ -29,12 +30,14 @@ __all__ = [
     "loss_scale",
     "no_buffer_sync",
     "note_overflow",
+    "note_step",
     "rebuild_buckets",
     "rendezvous",
     "shut_down_loader",
 ]
 
 foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+foreach_lerp_: Callable[..., None] = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
 foreach_mul_: Callable[..., None] = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm: Callable[..., list[torch.Tensor]] = torch._foreach_norm  # pyright: ignore
 PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -83,6 +86,14 @@ def note_overflow(scaler: GradScaler, optimizer: Optimizer) -> None:
     states = scaler._per_optimizer_states if scaler.is_enabled() else {}
     for found_inf in states.get(id(optimizer), {}).get("found_inf_per_device", {}).values():
         found_inf.fill_(1.0)
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Have torch's schedulers know of a step that was not made through `optimizer.step`.
+
+    They warn at their first move otherwise; a compiled step made before them passes them by.
+    """
+    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def forget_unscaling(scaler: GradScaler, optimizer: Optimizer) -> None:

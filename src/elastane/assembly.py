@@ -108,6 +108,7 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         model=model.inner,
         controller=controller,
         schedule=given["schedule"],
+        step=given["step"],
         scaler=given["scaler"],
         max_norm=given["max_norm"],
         per=measuring.per,

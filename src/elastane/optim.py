@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from elastane._compat import foreach_mul_
+from elastane import _compat
 from elastane.errors import (
     ArgumentError,
     StateError,
@@ -93,7 +93,7 @@ def clip_gradients(optimizer: Optimizer, *, max_norm: float, grad_norm: float) -
     coefficient = max_norm / (grad_norm + 1e-6)
     if coefficient < 1:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        foreach_mul_([p.grad for p in parameters if p.grad is not None], coefficient)
+        _compat.foreach_mul_([p.grad for p in parameters if p.grad is not None], coefficient)
 
 
 class Schedule:
@@ -259,6 +259,7 @@ class ScaledStep:
     Args:
         optimizer: the user's optimizer.
         schedule: the schedule to move.
+        custom: makes the optimizer's step in its place, such as a compiled `optimizer.step`.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -270,9 +271,16 @@ class ScaledStep:
         (0.0, 0.4)
     """
 
-    def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        *,
+        custom: Callable[..., Any] | None = None,
+    ) -> None:
         self._optimizer = optimizer
         self._schedule = schedule
+        self._custom = custom
 
     def step(
         self,
@@ -287,7 +295,8 @@ class ScaledStep:
         Args:
             factors: one for every parameter group, or a single one for all.
             progress: `tau` after this step.
-            scaler: a gradient scaler whose `unscale_` has been called.
+            scaler: a gradient scaler whose `unscale_` has been called. A custom step is made
+                without asking it: the gradients must be finite.
             closure: handed to the optimizer.
 
         Returns:
@@ -297,12 +306,13 @@ class ScaledStep:
         with scaled_lr(self._optimizer, factors):
             if scaler is not None and closure is not None:
                 raise UnsupportedError("a closure can't be combined with a scaler: leave one out")
-            if scaler is not None:
+            if scaler is not None and self._custom is None:
                 result = scaler.step(self._optimizer)
-            elif closure is not None:
-                result = self._optimizer.step(closure)
             else:
-                result = self._optimizer.step()
+                step = self._custom or self._optimizer.step
+                result = step() if closure is None else step(closure)
+        if self._custom is not None:
+            _compat.note_step(self._optimizer)
         self._schedule.move(progress, multiplier=multiplier)
         return result
 

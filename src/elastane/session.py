@@ -54,6 +54,7 @@ class Session:
         compensation: momentum compensation after a change of batch, or `None`.
         measuring: how gradient statistics are taken.
         loader: how samples are ordered and loaded.
+        step: makes the optimizer's step in its place, such as `torch.compile(optimizer.step)`.
         scaler: a `torch.amp.GradScaler`; the session scales, unscales, steps and updates it.
         max_norm: norm to which the mean gradient is clipped.
         checkpoint: durable checkpoints, from which a run goes on when all its workers have died;
@@ -85,6 +86,7 @@ class Session:
         compensation: Compensation | None = MomentumRamp(),
         measuring: Measuring = Measuring(),
         loader: LoaderOptions = LoaderOptions(),
+        step: Callable[[], Any] | None = None,
         scaler: GradScaler | None = None,
         max_norm: float | None = None,
         checkpoint: Checkpointing | None = None,

@@ -65,6 +65,7 @@ class Stepper:
         model: bare module that the optimizer trains.
         controller: decides factor and progress.
         schedule: moves with progress: scheduler, function or `None`.
+        step: makes the optimizer's step in its place, or `None`.
         scaler: gradient scaler, or `None`.
         max_norm: norm to which the mean gradient is clipped, or `None`.
         per: `Measuring.per`.
@@ -77,6 +78,7 @@ class Stepper:
         model: nn.Module,
         controller: StepController,
         schedule: LRScheduler | Callable[[float], float] | None,
+        step: Callable[[], Any] | None,
         scaler: GradScaler | None,
         max_norm: float | None,
         per: str,
@@ -87,7 +89,7 @@ class Stepper:
         self._model = model
         self.controller = controller
         self._schedule = Schedule(schedule, optimizer=optimizer, num_steps=controller.num_steps)
-        self._scaled_step = ScaledStep(optimizer, self._schedule)
+        self._scaled_step = ScaledStep(optimizer, self._schedule, custom=step)
         self._scaler = scaler
         self._max_norm = max_norm
         self._per = per

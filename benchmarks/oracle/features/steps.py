@@ -1,0 +1,72 @@
+"""Features of the step: clipping, parameter groups, learning rates, compiled steps, averages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from benchmarks.oracle.features.feature import Feature, Record, grid_of
+from benchmarks.oracle.job import Group, Job
+from benchmarks.oracle.subject import Form, Turn, backward
+from elastane import LocalBatch
+
+__all__ = ["FEATURES"]
+
+_MAX_NORM = 0.8
+
+
+def _clipped_by_hand(now: Turn) -> None:
+    backward(now)
+    if now.session.is_last_micro_batch:
+        clip_grad_norm_(now.session.model.parameters(), _MAX_NORM)
+
+
+def _some_were_clipped(records: Sequence[Record]) -> bool:
+    clipped = {one["grad_norm"] > _MAX_NORM for record in records for one in record["windows"]}
+    return clipped == {True, False}
+
+
+_GROUPS = (
+    Group(prefix="0.", lr=0.03, momentum=0.9, weight_decay=0.0),
+    Group(prefix="2.", lr=0.01, momentum=0.5, weight_decay=1e-2),
+)
+
+FEATURES = (
+    Feature(
+        name="clipping by max_norm",
+        form=Form(batch=grid_of(4), options=lambda _: {"max_norm": _MAX_NORM}),
+        job=Job(max_norm=_MAX_NORM),
+        happened=_some_were_clipped,
+    ),
+    Feature(
+        name="clipping by the user",
+        form=Form(batch=grid_of(4), turn=_clipped_by_hand),
+        job=Job(max_norm=_MAX_NORM),
+        happened=_some_were_clipped,
+    ),
+    Feature(name="parameter groups", job=Job(groups=_GROUPS)),
+    Feature(name="parameter groups, a gain for each", job=Job(groups=_GROUPS, gain_per_group=True)),
+    Feature(name="lr as a tensor", form=Form(batch=grid_of(4), lr=torch.tensor)),
+    Feature(
+        name="compiled optimizer step",
+        form=Form(
+            batch=grid_of(4),
+            options=lambda optimizer: {"step": torch.compile(optimizer.step, backend="aot_eager")},
+        ),
+    ),
+    Feature(
+        name="compiled optimizer step, lr as a tensor",
+        form=Form(
+            batch=grid_of(4),
+            lr=torch.tensor,
+            options=lambda optimizer: {"step": torch.compile(optimizer.step, backend="aot_eager")},
+        ),
+    ),
+    Feature(
+        name="average of the weights",
+        form=Form(batch=lambda _: LocalBatch(16, micro_batches=2)),
+        job=Job(average_decay=0.98, num_samples=301),
+    ),
+)

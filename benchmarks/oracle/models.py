@@ -1,0 +1,150 @@
+"""Small models of the kinds that people train; plain PyTorch, always with the same weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+from torch.utils.checkpoint import checkpoint
+
+__all__ = [
+    "Branching",
+    "Checkpointed",
+    "JointNorm",
+    "Tied",
+    "branching",
+    "checkpointed",
+    "jointly_normalized",
+    "normalized",
+    "perceptron",
+    "tied",
+]
+
+WIDTH = 24
+
+
+def perceptron() -> nn.Module:
+    """Return a network with one hidden layer."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10))
+
+
+def normalized() -> nn.Module:
+    """Return a network with batch statistics."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(64, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10))
+    return nn.Sequential(*layers)
+
+
+def jointly_normalized() -> nn.Module:
+    """Return the same network with batch statistics of all ranks."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(64, WIDTH), JointNorm(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10))
+    return nn.Sequential(*layers)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, one of them used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, WIDTH)
+        self.there = nn.Linear(WIDTH, WIDTH)
+        self.back = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 10)
+        self.back.weight = self.there.weight
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        hidden = torch.tanh(self.there(torch.tanh(self.first(images))))
+        return self.last(torch.tanh(self.there(torch.tanh(self.back(hidden)))))
+
+
+def tied() -> nn.Module:
+    """Return a model with a tied weight and a shared layer."""
+    torch.manual_seed(0)
+    return Tied()
+
+
+class Branching(nn.Module):
+    """A layer that some micro-batches use, one that hardly any uses, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, WIDTH)
+        self.some = nn.Linear(WIDTH, WIDTH)
+        self.rare = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 10)
+
+    def forward(self, images: Tensor, indices: Tensor) -> Tensor:
+        """Return the logits; indices decide what is used."""
+        hidden = torch.tanh(self.first(images))
+        if bool((indices % 11 == 0).any()):
+            hidden = hidden + torch.tanh(self.some(hidden))
+        if bool((indices % 151 == 0).any()):
+            hidden = hidden + torch.tanh(self.rare(hidden))
+        return self.last(hidden)
+
+
+def branching() -> nn.Module:
+    """Return a model whose parameters are not all used."""
+    torch.manual_seed(0)
+    return Branching()
+
+
+class Checkpointed(nn.Module):
+    """A module whose middle layers are computed again in backward.
+
+    Args:
+        layers: first layer, those in the middle, and last.
+        reentrant: which of the two kinds of checkpointing.
+    """
+
+    def __init__(self, layers: nn.Sequential, *, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = layers
+        self._reentrant = reentrant
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        hidden = self.layers[0](images)
+        for layer in list(self.layers)[1:-1]:
+            hidden = checkpoint(layer, hidden, use_reentrant=self._reentrant)
+        return self.layers[-1](hidden)
+
+
+def checkpointed() -> nn.Sequential:
+    """Return layers deep enough to be checkpointed."""
+    torch.manual_seed(0)
+    middle = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(nn.Linear(64, WIDTH), *middle, nn.Linear(WIDTH, 10))
+
+
+class JointNorm(nn.SyncBatchNorm):
+    """SyncBatchNorm's arithmetic on the CPU, where torch has none.
+
+    Statistics and their gradients are summed over the ranks, as torch's own kernels do on a GPU.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input normalized over all ranks."""
+        if not self.training:
+            return super().forward(input)
+        sums = torch.cat([input.new_full((1,), len(input)), input.sum(0), input.square().sum(0)])
+        if dist.is_initialized():
+            sums = all_reduce(sums)
+        count = sums[0].detach()
+        mean, mean_square = (sums[1:] / count).chunk(2)
+        variance = mean_square - mean.square()
+        self._follow(mean.detach(), (variance * count / (count - 1)).detach())
+        return (input - mean) / torch.sqrt(variance + self.eps) * self.weight + self.bias
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, variance: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.momentum is not None
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(variance, self.momentum)
