@@ -245,6 +245,45 @@ def test_a_sample_that_raises_is_raised_here_and_closing_still_ends_the_processe
 
 
 @pytest.mark.parametrize(
+    "policy",
+    [
+        GlobalBatch(32, micro_batches=7),
+        GlobalBatch(40, max_micro_batch=4, shares=(4, 2, 1)),
+        LocalBatch(12, micro_batches=3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("position", [0, 40, 96])
+def test_level_workers_make_as_many_micro_batches_of_their_own_samples(policy, position):
+    plans = [
+        [
+            feed_of(130, policy=policy, rank=rank, world_size=3, level=level).plan(position)
+            for rank in range(3)
+        ]
+        for level in (False, True)
+    ]
+    counts = [[len(plan.micro_batches) for plan in each] for each in plans]
+    assert counts[1] == [max(counts[0])] * 3
+    for uneven, leveled in zip(*plans, strict=True):
+        assert leveled.micro_batches[0].start == uneven.micro_batches[0].start
+        assert leveled.micro_batches[-1].stop == uneven.micro_batches[-1].stop
+        assert sum(m.weight for m in leveled.micro_batches) == sum(
+            m.weight for m in uneven.micro_batches
+        )
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [GlobalBatch(2, allow_idle_workers=True), GlobalBatch(9, max_micro_batch=2, shares=(6, 1, 1))],
+    ids=["a worker without samples", "a worker with fewer samples than micro-batches"],
+)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_workers_that_can_not_be_level_are_refused_on_each_of_them(policy, rank):
+    with pytest.raises(UnsupportedError, match="SyncBatchNorm wants as many micro-batches"):
+        feed_of(policy=policy, rank=rank, world_size=3, level=True)
+
+
+@pytest.mark.parametrize(
     "num_workers", [0, pytest.param(1, marks=pytest.mark.processes)], ids=["here", "process"]
 )
 def test_neither_building_nor_reading_moves_the_global_generators(num_workers):
@@ -315,7 +354,7 @@ def test_options_that_make_no_sense_are_refused(options, match):
 # The feed
 
 
-def feed_of(size=23, *, policy=None, rank=0, world_size=1, min_samples=1, **options):
+def feed_of(size=23, *, policy=None, rank=0, world_size=1, min_samples=1, level=False, **options):
     return Feed(
         Squares(size),
         options=LoaderOptions(**options),
@@ -324,6 +363,7 @@ def feed_of(size=23, *, policy=None, rank=0, world_size=1, min_samples=1, **opti
         most_workers=world_size,
         loader_number=rank,
         min_samples=min_samples,
+        level=level,
     )
 
 

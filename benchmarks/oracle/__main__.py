@@ -1,6 +1,6 @@
 """What the library makes of what people train with, beside one plain loop in float64.
 
-    python -m benchmarks.oracle [--json PATH|-] [--feature NAME ...] [--quick]
+    python -m benchmarks.oracle [--json PATH|-] [--feature NAME] [--workers N] [--quick]
 
 A row is a feature and a number of workers: 50 steps on scikit-learn's digits in float32. The oracle
 takes the samples that each rank said it had seen, and computes gain, moments and weights from every
@@ -60,8 +60,9 @@ def draw(rows: Sequence[Row]) -> Table:
 @click.command(help="Compare the library with one plain loop in float64, feature by feature.")
 @click.option("--json", "json_path", metavar="PATH|-", help="Write JSON here; - for stdout.")
 @click.option("--feature", "names", multiple=True, metavar="NAME", help="This one alone.")
+@click.option("--workers", "most", default=4, show_default=True, help="Leave larger runs out.")
 @click.option("--quick", is_flag=True, help="A few features, with one worker and two.")
-def main(json_path: str | None, names: Sequence[str], quick: bool) -> None:
+def main(json_path: str | None, names: Sequence[str], most: int, quick: bool) -> None:
     unknown = sorted(set(names) - FEATURES.keys())
     if unknown:
         raise click.BadParameter(f"no feature {unknown[0]!r}; there are: {'; '.join(FEATURES)}")
@@ -70,7 +71,7 @@ def main(json_path: str | None, names: Sequence[str], quick: bool) -> None:
         Case(feature=name, worlds=worlds)
         for name in chosen
         for worlds in FEATURES[name].worlds
-        if not quick or max(worlds) <= 2
+        if max(worlds) <= (min(most, 2) if quick else most)
     ]
     rows = rows_of(cases)
     console = Console(stderr=True)

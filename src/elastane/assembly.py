@@ -87,6 +87,7 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         most_workers=world.world_size if launch is None else launch.max_workers,
         loader_number=world.rank if launch is None else launch.worker,
         min_samples=replica.fewest_samples(model),
+        level=replica.communicates_in_forward(model),
     )
     num_steps = arguments.base_steps(
         given["num_steps"],

@@ -163,10 +163,10 @@ class Loop:
         if micro_batch.weight == 0:
             self._contexts.enter_context(replica.idle_batch_norm(self._model))
 
-    def backward(self, loss: Tensor, *, weight: float | None) -> None:
-        """Run backward on the mean loss of the micro-batch at work."""
+    def backward(self, loss: Tensor, *, weight: float | None, reduction: str) -> None:
+        """Run backward on the loss of the micro-batch at work."""
         self._require_micro_batch()
-        self.stepper.backward(loss, weight=weight)
+        self.stepper.backward(loss, weight=weight, reduction=reduction)
 
     def step(self) -> StepResult | None:
         """End the micro-batch at work, and with the last one the window."""

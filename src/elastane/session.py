@@ -172,19 +172,21 @@ class Session:
         self._require_open()
         return self._loop.windows()
 
-    def backward(self, loss: Tensor, *, weight: float | None = None) -> None:
-        """Run backward on the mean loss of the present micro-batch.
+    def backward(
+        self, loss: Tensor, *, weight: float | None = None, reduction: str = "mean"
+    ) -> None:
+        """Run backward on the loss of the present micro-batch.
 
         Unlike `loss.backward()` it scales by the scaler, reports the loss, takes a weight, and
         leaves the batch's mean gradient in `p.grad` after a window's last micro-batch, so that
         it can be looked at or clipped before `step()`.
 
         Args:
-            loss: scalar; the *mean* over the micro-batch, not divided by the number of
-                micro-batches.
+            loss: scalar; the *mean* over the micro-batch, not divided by their number.
             weight: what the mean is over, if not samples: for example target tokens.
+            reduction: `"sum"` for a loss that is a sum, over samples or what `weight` counts.
         """
-        self._loop.backward(loss, weight=weight)
+        self._loop.backward(loss, weight=weight, reduction=reduction)
 
     def step(self) -> StepResult | None:
         """End a micro-batch; at the end of a window average, measure, scale, step and commit.

@@ -26,10 +26,12 @@ from elastane.errors import (
     ArgumentError,
     CommunicationError,
     UsageError,
+    check_choice,
     check_positive,
     describe,
 )
 from elastane.gradients import Extra, GradientTap
+from elastane.jointly import weighted_joint_norms
 from elastane.measurement import Measurement
 from elastane.optim import ScaledStep, Schedule, clip_gradients, momentum_of
 
@@ -106,12 +108,22 @@ class Stepper:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Refuse, for the length of a block, steps of the optimizer that are not the session's."""
+        """Refuse, for the length of a block, steps of the optimizer that are not the session's.
+
+        For as long, joint batch statistics are weighted as the micro-batches are.
+        """
         handle = self._optimizer.register_step_pre_hook(self._refuse_foreign_step)
         try:
-            yield
+            with weighted_joint_norms(self._model, share=self._share):
+                yield
         finally:
             handle.remove()
+
+    def _share(self) -> float:
+        """Return a micro-batch's weight in proportion to the others'."""
+        if self._weight == 0:
+            raise UsageError(_NO_SHARE)
+        return self._weight * len(self._plan.micro_batches) / self._plan.batch_samples
 
     def _refuse_foreign_step(self, *_: object) -> None:
         if not self._is_stepping:
@@ -151,14 +163,16 @@ class Stepper:
         self._had_backward = False
         self.tap.begin_micro_batch(weight)
 
-    def backward(self, loss: Tensor, *, weight: float | None) -> None:
-        """Run backward on a mean loss; after a window's last, `p.grad` is the batch's mean."""
+    def backward(self, loss: Tensor, *, weight: float | None, reduction: str = "mean") -> None:
+        """Run backward on a loss; after a window's last, `p.grad` is the batch's mean."""
         _check_loss(loss)
         if self._had_backward:
             raise UsageError(_TWO_BACKWARDS)
         if weight is not None and self._weight:
             self._weight = _checked_weight(weight)
             self.tap.begin_micro_batch(self._weight)
+        if check_choice("reduction", reduction, ("mean", "sum")) == "sum":
+            loss = loss / (self._weight or 1.0)
         if self._weight:
             value = loss.detach().double().reshape(())
             self._loss_sum = self._loss_sum + value * self._weight
@@ -272,6 +286,10 @@ _BLIND = (
     "the batch is {scale:g} base batches, but with one gradient a step (one worker, one "
     "micro-batch) the gain can't be measured and stays 1: split the batch, for example "
     "LocalBatch(samples, micro_batches=2)"
+)
+_NO_SHARE = (
+    "a micro-batch of weight 0 can't be left out where SyncBatchNorm mixes it with the others: "
+    "give it a weight, or take BatchNorm"
 )
 _TWO_BACKWARDS = (
     "two session.backward() calls in one micro-batch: add up the losses and call it once before "

@@ -68,6 +68,16 @@ def _weighted(turn: Turn) -> None:
     turn.session.backward(turn.loss(), weight=_num_tokens(turn.batch))
 
 
+def _summed_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the sum that the mean over tokens is made of."""
+    return _token_loss(model, batch) * _num_tokens(batch)
+
+
+def _summed(turn: Turn) -> None:
+    loss = _summed_loss(turn.session.model, turn.batch)
+    turn.session.backward(loss, weight=_num_tokens(turn.batch), reduction="sum")
+
+
 def _plain_backward(turn: Turn) -> None:
     turn.loss().backward()
 
@@ -137,6 +147,11 @@ FEATURES = (
         form=Form(batch=lambda n: GlobalBatch(30, shares=(3, 2, 2, 1)[:n]), turn=_weighted),
         job=Job(loss=_token_loss, weight=_num_tokens, num_samples=301),
         worlds=((2,), (4,)),
+    ),
+    Feature(
+        name="summed loss",
+        form=Form(batch=lambda _: LocalBatch(18, micro_batches=4), turn=_summed),
+        job=Job(loss=_token_loss, weight=_num_tokens),
     ),
     Feature(name="measured every third step", job=Job(measured_every=3)),
     Feature(
