@@ -74,7 +74,9 @@ def test_a_compiled_step_trains_like_the_optimizers_own_and_compiles_no_more_tha
         assert isinstance(lr, torch.Tensor) == tensor
     own, theirs = records
     assert own["gain"] == pytest.approx(theirs["gain"], rel=1e-5)
-    assert torch.allclose(own["weights"], theirs["weights"], rtol=0, atol=1e-6)
+    # A compiled Adam takes 1 - 0.999^t in float32, which is off by 3e-5 of itself at first.
+    within = 1e-6 if kind == "sgd" else 5e-5
+    assert torch.allclose(own["weights"], theirs["weights"], rtol=0, atol=within)
     assert 1 <= counters["stats"]["unique_graphs"] <= 2
 
 

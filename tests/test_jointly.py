@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 from training import Digits, session_over
 
-from benchmarks.oracle.models import JointNorm, jointly_normalized
+from benchmarks.oracle.models import JointSyncBatchNorm, jointly_normalized
 from elastane import GlobalBatch
 from elastane.errors import UsageError
-from elastane.jointly import weighted_joint_norms
+from elastane.jointly import communicates_in_forward, weighted_joint_norms
 
 
-class Doubling(JointNorm):
+class Doubling(JointSyncBatchNorm):
     """Mixes gradients as if another worker, whose weight is 1, asked for the same again."""
 
     def forward(self, input):
@@ -50,7 +50,7 @@ def test_what_others_ask_for_counts_by_their_weight_over_ones_own():
     model = nn.Sequential(Doubling(64), nn.Linear(64, 10))
     torch.manual_seed(0)
     one, twice = (gradients(model, share=share)[:2] for share in (1.0, 2.0))
-    alone = gradients(nn.Sequential(JointNorm(64), model[1]))[:2]
+    alone = gradients(nn.Sequential(JointSyncBatchNorm(64), model[1]))[:2]
     for first, second, own in zip(one, twice, alone, strict=True):
         assert (first - own).abs().max() > 0.1
         assert torch.allclose(second - own, (first - own) / 2, rtol=1e-4, atol=1e-5)
@@ -89,3 +89,12 @@ def test_a_micro_batch_of_no_weight_is_refused():
         for images, labels, _ in session:
             session.backward(F.cross_entropy(session.model(images), labels), weight=0)
             session.step()
+
+
+def test_layers_of_other_libraries_are_known_by_their_name():
+    class ApexSyncBatchNorm(nn.BatchNorm1d):
+        pass
+
+    assert communicates_in_forward(nn.Sequential(ApexSyncBatchNorm(3)))
+    assert communicates_in_forward(nn.Sequential(nn.Sequential(nn.SyncBatchNorm(3))))
+    assert not communicates_in_forward(nn.Sequential(nn.BatchNorm1d(3)))

@@ -150,6 +150,7 @@ class Trace:
         gains: of each committed step.
         moments: averaged variance and squared norm that each committed step's gain came from;
             `None` where there were none yet.
+        batches: samples of each committed step (of this rank alone, in a rank's trace).
         weights: in the end, in one float64 vector.
         start: weights before the first step.
         others: running statistics and averages in the end, by name.
@@ -157,6 +158,7 @@ class Trace:
 
     gains: Sequence[float]
     moments: Sequence[tuple[float, float] | None]
+    batches: Sequence[float]
     weights: Tensor
     start: Tensor
     others: Mapping[str, Tensor] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 __all__ = [
     "Branching",
     "Checkpointed",
-    "JointNorm",
+    "JointSyncBatchNorm",
     "Tied",
     "branching",
     "checkpointed",
@@ -40,7 +40,7 @@ def normalized() -> nn.Module:
 def jointly_normalized() -> nn.Module:
     """Return the same network with batch statistics of all ranks."""
     torch.manual_seed(0)
-    layers = (nn.Linear(64, WIDTH), JointNorm(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10))
+    layers = (nn.Linear(64, WIDTH), JointSyncBatchNorm(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10))
     return nn.Sequential(*layers)
 
 
@@ -122,7 +122,7 @@ def checkpointed() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, WIDTH), *middle, nn.Linear(WIDTH, 10))
 
 
-class JointNorm(nn.SyncBatchNorm):
+class JointSyncBatchNorm(nn.BatchNorm1d):
     """SyncBatchNorm's arithmetic on the CPU, where torch has none.
 
     Statistics and their gradients are summed over the ranks, as torch's own kernels do on a GPU.

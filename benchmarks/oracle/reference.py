@@ -54,17 +54,18 @@ def follow(job: Job, windows: Iterable[Window]) -> Trace:
     start = _vector(parameters)
     num_groups = len(job.groups) if job.gain_per_group else 1
     state = _State([Averages() for _ in range(num_groups)], [Ramp() for _ in range(num_groups)])
-    state.average = {name: p.detach().clone() for name, p in parameters.items()}
     state.first_statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    gains, moments = [], []
+    gains, moments, batches = [], [], []
     for window in windows:
         if window.number not in job.poisoned:
+            batches.append(float(sum(len(one.indices) for one in window.micro_batches)))
             known = _known(state.averages)
             moments.append(None if known is None else _sum(known))
             gains.append(_step(job, model, window, state=state))
     return Trace(
         gains=gains,
         moments=moments,
+        batches=batches,
         weights=_vector(parameters),
         start=start,
         others=_others(job, state),
@@ -90,7 +91,8 @@ def _step(job: Job, model: nn.Module, window: Window, *, state: _State) -> float
     if job.average_decay is not None:
         keep = job.average_decay ** (samples / BASE_BATCH)
         for name, parameter in model.named_parameters():
-            state.average[name] = keep * state.average[name] + (1 - keep) * parameter.detach()
+            before = state.average.get(name, parameter.detach())
+            state.average[name] = keep * before + (1 - keep) * parameter.detach()
     state.progress += progress
     state.step += 1
     return gain

@@ -27,7 +27,7 @@ class Row:
         feature: its name.
         ranks: number of workers, or the numbers that the run went through.
         gain_error: largest relative error of the gain over all steps and ranks.
-        moment_error: largest relative error of the two averaged moments, likewise.
+        moment_error: of the two averaged moments, likewise; see `_moment_error`.
         weight_error: of the weights in the end, relative to how far they moved; likewise that of
             running statistics and averages of the weights, relative to their size.
         bound: on each error.
@@ -62,10 +62,11 @@ def compare(feature: Feature, phases: Sequence[Sequence[Record]]) -> Row:
         _trace(records, rank=rank, first=phases[0][0])
         for rank, records in enumerate(_by_rank(phases))
     ]
-    errors = [
-        max(error(one, wanted) for one in found)
-        for error in (_gain_error, _moment_error, _weight_error)
-    ]
+    errors = (
+        max(_gain_error(one, wanted) for one in found),
+        max(_moment_error(one, wanted) for one in found),
+        max(_weight_error(one, wanted) for one in found),
+    )
     happened = all(feature.happened(records) for records in phases)
     gain_error, moment_error, weight_error = errors
     return Row(
@@ -129,6 +130,7 @@ def _trace(records: Sequence[Record], *, rank: int, first: Record) -> Trace:
         moments=[window["moments"] for window in windows],
         weights=records[-1]["weights"],
         start=first["start"],
+        batches=[sum(map(len, window["micro_batches"])) for window in windows],
         others={
             name if name == AVERAGE else f"rank {rank} {name}": value
             for name, value in records[-1]["buffers"].items()
@@ -142,12 +144,22 @@ def _gain_error(found: Trace, wanted: Trace) -> float:
 
 
 def _moment_error(found: Trace, wanted: Trace) -> float:
+    """Return the largest error of the moments: of all steps, and relative to themselves at the end.
+
+    `mu^2` is a difference that passes near zero, so that of each step is relative to the terms
+    that it is the difference of: `mu^2 + s / B`, by which the gain divides.
+    """
     errors = [0.0]
-    for own, right in zip(found.moments, wanted.moments, strict=True):
-        if (own is None) != (right is None):
-            return float("inf")
-        if own is not None and right is not None:
-            errors += [abs(a - b) / abs(b) for a, b in zip(own, right, strict=True)]
+    steps = zip(found.moments, wanted.moments, wanted.batches, strict=True)
+    for own, right, samples in steps:
+        if own is None or right is None:
+            errors.append(0.0 if own is right else float("inf"))
+            continue
+        terms = abs(right[1]) + right[0] / samples
+        errors += [abs(own[0] - right[0]) / right[0], abs(own[1] - right[1]) / terms]
+    last, right = found.moments[-1], wanted.moments[-1]
+    if last is not None and right is not None:
+        errors += [abs(a - b) / abs(b) for a, b in zip(last, right, strict=True)]
     return max(errors)
 
 

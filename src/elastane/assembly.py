@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from elastane import _env, arguments, replica
+from elastane import _env, arguments, jointly, replica
 from elastane.batching import BatchPolicy, LocalBatch, World
 from elastane.controller import StepController
 from elastane.durability import Checkpointing, Keeper
@@ -87,7 +87,7 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         most_workers=world.world_size if launch is None else launch.max_workers,
         loader_number=world.rank if launch is None else launch.worker,
         min_samples=replica.fewest_samples(model),
-        level=replica.communicates_in_forward(model),
+        level=jointly.communicates_in_forward(model),
     )
     num_steps = arguments.base_steps(
         given["num_steps"],
@@ -120,7 +120,7 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         membership = FixedMembership(wrapping, world=world)
     else:
         membership = ElasticMembership(wrapping, launch=launch)
-        if replica.communicates_in_forward(model):
+        if jointly.communicates_in_forward(model):
             warnings.warn(_NOT_IN_PLACE, stacklevel=4)
     run = {
         "num_samples": feed.num_samples,

@@ -13,7 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["weighted_joint_norms"]
+__all__ = ["communicates_in_forward", "weighted_joint_norms"]
+
+_NAME = "SyncBatchNorm"
+
+
+def communicates_in_forward(model: nn.Module) -> bool:
+    """Return whether a forward pass waits for the other workers, as SyncBatchNorm's does.
+
+    Other libraries have layers of the same kind that are none of torch's; they are known by name.
+    """
+    return any(_is_joint(module) for module in model.modules())
+
+
+def _is_joint(module: nn.Module) -> bool:
+    return any(kind.__name__.endswith(_NAME) for kind in type(module).__mro__)
 
 
 class _ScaledGradient(torch.autograd.Function):
@@ -45,12 +59,12 @@ def weighted_joint_norms(model: nn.Module, *, share: Callable[[], float]) -> Ite
     """
     with ExitStack() as stack:
         for layer in model.modules():
-            if isinstance(layer, nn.SyncBatchNorm):
+            if _is_joint(layer):
                 _weigh(layer, share=share, stack=stack)
         yield
 
 
-def _weigh(layer: nn.SyncBatchNorm, *, share: Callable[[], float], stack: ExitStack) -> None:
+def _weigh(layer: nn.Module, *, share: Callable[[], float], stack: ExitStack) -> None:
     """Hook a layer's input and output, and its own parameters as soon as they are trained."""
     inverse = partial(_inverse, share)
     hooked: set[int] = set()

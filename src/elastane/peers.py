@@ -88,9 +88,11 @@ class Breaker:
         For operations without a future, and for opening a group.
 
         Raises:
-            CommunicationError: it failed, or was given up.
+            CommunicationError: it failed, or was given up. An error that is not about
+                communication is raised as it is.
         """
         future: Future[tuple[T | None, str | None]] = Future()
+        mistakes: list[Exception] = []
         with self._lock:
             if self._why is not None:
                 raise CommunicationError(_BROKEN.format(self._why))
@@ -102,6 +104,8 @@ class Breaker:
                 value = action()
             except (OSError, RuntimeError) as error:
                 failure = str(error)
+            except Exception as error:  # whoever waits would wait for ever
+                mistakes.append(error)
             with self._lock:
                 waited_for = self._pending.pop(future, None) is not None
             if waited_for:
@@ -111,6 +115,8 @@ class Breaker:
         value, failure = future.wait()
         if failure is not None:
             raise CommunicationError(_BROKEN.format(failure))
+        if mistakes:
+            raise mistakes.pop()
         return cast("T", value)
 
     def give_up(self, why: str) -> None:

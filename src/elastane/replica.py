@@ -23,7 +23,6 @@ from elastane.errors import ArgumentError, UnsupportedError, describe
 __all__ = [
     "Replica",
     "check_model",
-    "communicates_in_forward",
     "fewest_samples",
     "idle_batch_norm",
     "merge_batch_statistics",
@@ -73,11 +72,6 @@ def check_model(model: nn.Module, *, ddp: Mapping[str, Any]) -> None:
 def fewest_samples(model: nn.Module) -> int:
     """Return how many samples a micro-batch needs: 2 with batch statistics, else 1."""
     return 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
-
-
-def communicates_in_forward(model: nn.Module) -> bool:
-    """Return whether a forward pass waits for the other workers, as SyncBatchNorm's does."""
-    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
 @contextmanager

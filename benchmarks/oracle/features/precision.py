@@ -17,7 +17,7 @@ from benchmarks.oracle.subject import Form, Turn, backward
 
 __all__ = ["FEATURES"]
 
-_MAX_NORM = 0.8
+_MAX_NORM = 0.55
 
 
 def _autocast(dtype: torch.dtype) -> Callable[[Turn], None]:
