@@ -1,6 +1,6 @@
 """What the library makes of what people train with, beside one plain loop in float64.
 
-    python -m benchmarks.oracle [--json PATH|-] [--feature NAME] [--workers N] [--quick]
+    python -m benchmarks.oracle [--json PATH|-] [--feature NAME] [--workers N] [--keep FOLDER]
 
 A row is a feature and a number of workers: 50 steps on scikit-learn's digits in float32. The oracle
 takes the samples that each rank said it had seen, and computes gain, moments and weights from every
@@ -24,15 +24,25 @@ from rich.table import Table
 from benchmarks.oracle.features import FEATURES
 from benchmarks.oracle.rows import Row, compare, failed
 from benchmarks.oracle.worker import Case, carry_out, errors_of, records_of
+from benchmarks.resize.job import ending_on_sigterm
 
 _LIMIT_S = 3600.0
 _QUICK = ("plain", "accumulation, another A each step and rank", "token weights", "scaler")
 
 
-def rows_of(cases: Sequence[Case], *, limit_s: float = _LIMIT_S) -> list[Row]:
-    """Carry runs out and return their rows."""
+def rows_of(
+    cases: Sequence[Case], *, keep: Path | None = None, limit_s: float = _LIMIT_S
+) -> list[Row]:
+    """Carry runs out and return their rows.
+
+    Args:
+        cases: the runs.
+        keep: folder for the ranks' records; those that lie there are taken as they are.
+        limit_s: after which a run that has no end yet is given up.
+    """
     with tempfile.TemporaryDirectory(prefix="elastane-oracle-") as name:
-        folder = Path(name)
+        folder = Path(name) if keep is None else keep
+        folder.mkdir(parents=True, exist_ok=True)
         carry_out(cases, folder=folder, limit_s=limit_s)
         rows = []
         for case in cases:
@@ -61,8 +71,16 @@ def draw(rows: Sequence[Row]) -> Table:
 @click.option("--json", "json_path", metavar="PATH|-", help="Write JSON here; - for stdout.")
 @click.option("--feature", "names", multiple=True, metavar="NAME", help="This one alone.")
 @click.option("--workers", "most", default=4, show_default=True, help="Leave larger runs out.")
+@click.option(
+    "--keep",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep the ranks' records here, and go on from them; of one state of the code.",
+)
 @click.option("--quick", is_flag=True, help="A few features, with one worker and two.")
-def main(json_path: str | None, names: Sequence[str], most: int, quick: bool) -> None:
+def main(
+    json_path: str | None, names: Sequence[str], most: int, keep: Path | None, quick: bool
+) -> None:
     unknown = sorted(set(names) - FEATURES.keys())
     if unknown:
         raise click.BadParameter(f"no feature {unknown[0]!r}; there are: {'; '.join(FEATURES)}")
@@ -73,7 +91,8 @@ def main(json_path: str | None, names: Sequence[str], most: int, quick: bool) ->
         for worlds in FEATURES[name].worlds
         if max(worlds) <= (min(most, 2) if quick else most)
     ]
-    rows = rows_of(cases)
+    with ending_on_sigterm():
+        rows = rows_of(cases, keep=keep)
     console = Console(stderr=True)
     console.print(draw(rows))
     for row in rows:

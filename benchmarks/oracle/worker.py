@@ -49,11 +49,17 @@ class Case:
 
 
 def carry_out(cases: Sequence[Case], *, folder: Path, limit_s: float) -> None:
-    """Carry out all runs; a run through several worlds goes through them in the same order."""
+    """Carry out all runs that have no record yet; those through several worlds in their order."""
     deadline = time.monotonic() + limit_s
     worlds = list(dict.fromkeys(world for case in cases for world in case.worlds))
     for world_size in worlds:
         now = [case for case in cases if world_size in case.worlds]
+        now = [case for case in now if not _is_done(case, folder=folder, world_size=world_size)]
+        if not now:
+            continue
+        for case in now:
+            for kind in ("store", *(f"error {rank}" for rank in range(world_size))):
+                case.file(folder, world_size=world_size, kind=kind).unlink(missing_ok=True)
         processes = [
             _CONTEXT.Process(target=_work, args=(now, folder, rank, world_size))
             for rank in range(world_size)
@@ -68,6 +74,12 @@ def carry_out(cases: Sequence[Case], *, folder: Path, limit_s: float) -> None:
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def _is_done(case: Case, *, folder: Path, world_size: int) -> bool:
+    """Return whether all ranks have left a record, by an earlier call."""
+    kinds = [f"record {rank}" for rank in range(world_size)]
+    return all(case.file(folder, world_size=world_size, kind=kind).exists() for kind in kinds)
 
 
 def records_of(case: Case, *, folder: Path) -> list[list[dict[str, Any]]]:
