@@ -64,15 +64,15 @@ FEATURES = (
     Feature(
         name="bf16 autocast",
         form=Form(batch=grid_of(4), turn=_autocast(torch.bfloat16)),
-        bound=2.0**-6,
-        why="products are rounded to 8 bits, each by up to 2^-9; this is eight times as much",
+        bound=2.0**-8,
+        why="numbers are rounded to 8 bits, each by up to 2^-9; twice as much is let pass",
     ),
     Feature(
         name="fp16 autocast with a scaler",
         form=Form(batch=grid_of(4), options=_scaler, turn=_autocast(torch.float16)),
         job=_POISONED,
-        bound=2.0**-9,
-        why="products are rounded to 11 bits, each by up to 2^-12; this is eight times as much",
+        bound=2.0**-11,
+        why="numbers are rounded to 11 bits, each by up to 2^-12; twice as much is let pass",
         happened=_scale_moved,
     ),
     Feature(
