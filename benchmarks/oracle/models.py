@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
@@ -122,6 +123,22 @@ def checkpointed() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, WIDTH), *middle, nn.Linear(WIDTH, 10))
 
 
+class _Sum(torch.autograd.Function):
+    """A tensor's sum over the ranks, and the sum of its gradients."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> Tensor:
+        total = grads[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
 class JointSyncBatchNorm(nn.BatchNorm1d):
     """SyncBatchNorm's arithmetic on the CPU, where torch has none.
 
@@ -134,7 +151,7 @@ class JointSyncBatchNorm(nn.BatchNorm1d):
             return super().forward(input)
         sums = torch.cat([input.new_full((1,), len(input)), input.sum(0), input.square().sum(0)])
         if dist.is_initialized():
-            sums = all_reduce(sums)
+            sums = cast("Tensor", _Sum.apply(sums))
         count = sums[0].detach()
         mean, mean_square = (sums[1:] / count).chunk(2)
         variance = mean_square - mean.square()
