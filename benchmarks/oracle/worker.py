@@ -51,7 +51,8 @@ class Case:
 def carry_out(cases: Sequence[Case], *, folder: Path, limit_s: float) -> None:
     """Carry out all runs that have no record yet; those through several worlds in their order."""
     deadline = time.monotonic() + limit_s
-    worlds = list(dict.fromkeys(world for case in cases for world in case.worlds))
+    by_length = sorted(cases, key=lambda case: len(case.worlds), reverse=True)
+    worlds = list(dict.fromkeys(world for case in by_length for world in case.worlds))
     for world_size in worlds:
         now = [case for case in cases if world_size in case.worlds]
         now = [case for case in now if not _is_done(case, folder=folder, world_size=world_size)]
