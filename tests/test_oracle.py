@@ -96,7 +96,7 @@ def test_an_error_of_two_in_a_hundred_thousand_is_noticed(change: str) -> None:
 
 
 def test_a_row_whose_feature_did_not_take_place_is_not_ok() -> None:
-    row = compare(FEATURES["clipping by max_norm"], [[record_of("plain")]])
+    row = compare(FEATURES["accumulation, A=3"], [[record_of("plain")]])
     assert not row.ok
     assert row.why == "what the row is about did not take place"
     feature = replace(PLAIN, happened=lambda _records: False)
