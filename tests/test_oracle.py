@@ -149,6 +149,7 @@ def test_the_oracle_skips_poisoned_windows_whole() -> None:
     assert math.isclose(skipped.gains[1], whole.gains[1])
 
 
+# BC-56
 @pytest.mark.processes
 @pytest.mark.timeout(400)
 def test_two_workers_train_as_the_oracle_says() -> None:

@@ -235,18 +235,23 @@ def test_a_bare_model_is_accepted():
     check_model(Net(), ddp={"find_unused_parameters": True, "bucket_cap_mb": 5})
 
 
-# BC-08
+@pytest.mark.usefixtures("group")
+def test_a_sharded_model_is_accepted_without_options_of_ddp():
+    model = fully_shard(Net(), mesh=init_device_mesh("cpu", (1,)))
+    check_model(model, ddp={})
+    with pytest.raises(ArgumentError, match="sharded model"):
+        check_model(model, ddp={"bucket_cap_mb": 5})
+
+
 @pytest.mark.parametrize(
     "make",
     [
         DistributedDataParallel,
         DataParallel,
-        lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))),
-        lambda model: nn.Sequential(model, fully_shard(Net(), mesh=init_device_mesh("cpu", (1,)))),
         lambda model: nn.Sequential(DataParallel(model)),
         Replica,
     ],
-    ids=["DDP", "DataParallel", "fully_shard", "a sharded child", "a wrapped child", "Replica"],
+    ids=["DDP", "DataParallel", "a wrapped child", "Replica"],
 )
 @pytest.mark.usefixtures("group")
 def test_models_that_are_wrapped_already_are_refused(make):

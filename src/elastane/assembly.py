@@ -19,9 +19,12 @@ from elastane.elastic.runtime import ElasticMembership
 from elastane.evaluation import Evaluator
 from elastane.feed import Feed
 from elastane.fixed import FixedMembership, discover_world
+from elastane.gradients import GradientTap
 from elastane.group import Membership, Wrapping
 from elastane.loop import Loop
 from elastane.reporting import Reporter
+from elastane.sharded import ShardedTap, ShardedWrapping
+from elastane.sharding import is_sharded, sharding_of
 from elastane.state import SessionState
 from elastane.stepper import Stepper
 from elastane.training import Training
@@ -67,6 +70,10 @@ _NOT_IN_PLACE = (
     "others fail in your code, and all start again from the last checkpoint; with BatchNorm they "
     "go on in place, and its statistics are merged at each change"
 )
+_RESTARTED = (
+    "the model is sharded, so no worker can do without the others: any change of the workers ends "
+    "all of them, and all start again from the last checkpoint"
+)
 
 
 def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
@@ -77,17 +84,22 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         model: what users will hold; its inner module is the model given.
     """
     launch, loader, measuring = _env.elastic_launch(), given["loader"], given["measuring"]
-    world = discover_world() if launch is None else World(world_size=launch.expected_workers)
+    sharded = is_sharded(model.inner)
+    elastic = None if sharded else launch
+    world = discover_world() if elastic is None else World(world_size=elastic.expected_workers)
+    if sharded:
+        sharding_of(model.inner, world_size=world.world_size)
     policy: BatchPolicy = given["batch"] or LocalBatch(given["base_batch_size"])
     feed = Feed(
         given["dataset"],
         options=loader,
         policy=policy,
         world=world,
-        most_workers=world.world_size if launch is None else launch.max_workers,
+        most_workers=world.world_size if elastic is None else elastic.max_workers,
         loader_number=world.rank if launch is None else launch.worker,
         min_samples=replica.fewest_samples(model),
         level=jointly.communicates_in_forward(model),
+        in_step=sharded,
     )
     num_steps = arguments.base_steps(
         given["num_steps"],
@@ -113,15 +125,9 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         scaler=given["scaler"],
         max_norm=given["max_norm"],
         per=measuring.per,
+        tap=ShardedTap if sharded else GradientTap,
     )
-    wrapping = Wrapping(model, tap=stepper.tap, ddp=given["ddp"] or {})
-    membership: Membership
-    if launch is None:
-        membership = FixedMembership(wrapping, world=world)
-    else:
-        membership = ElasticMembership(wrapping, launch=launch)
-        if jointly.communicates_in_forward(model):
-            warnings.warn(_NOT_IN_PLACE, stacklevel=4)
+    membership = _membership(model, stepper, world=world, launch=launch, ddp=given["ddp"] or {})
     run = {
         "num_samples": feed.num_samples,
         "base_batch_size": given["base_batch_size"],
@@ -132,7 +138,7 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
     size = sum(parameter.numel() for parameter in model.parameters())
     run_dir = given["run_dir"] or (launch.run_dir if launch else None)
     checkpointing = given["checkpoint"] or (Checkpointing() if launch else None)
-    keeper = Keeper(checkpointing, run_dir=run_dir)
+    keeper = Keeper(checkpointing, run_dir=run_dir, in_shards=sharded)
     reporter = Reporter(
         controller,
         world=world,
@@ -178,3 +184,24 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         state=state,
         training=training,
     )
+
+
+def _membership(
+    model: replica.Replica,
+    stepper: Stepper,
+    *,
+    world: World,
+    launch: _env.ElasticLaunch | None,
+    ddp: Mapping[str, Any],
+) -> Membership:
+    """Return the workers: those that stay, or those that come and go."""
+    if isinstance(stepper.tap, ShardedTap):
+        if launch is not None:
+            warnings.warn(_RESTARTED, stacklevel=5)
+        return FixedMembership(ShardedWrapping(model, tap=stepper.tap), world=world)
+    wrapping = Wrapping(model, tap=stepper.tap, ddp=ddp)
+    if launch is None:
+        return FixedMembership(wrapping, world=world)
+    if jointly.communicates_in_forward(model):
+        warnings.warn(_NOT_IN_PLACE, stacklevel=5)
+    return ElasticMembership(wrapping, launch=launch)

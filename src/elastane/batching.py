@@ -6,7 +6,7 @@ Arithmetic on positions only; knows nothing of data sets, gradients or rules.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -239,6 +239,7 @@ def plan_step(
     world: World,
     min_samples: int = 1,
     straddle: bool = False,
+    in_step: bool = False,
 ) -> StepPlan:
     """Return the step that starts at a position of the stream.
 
@@ -252,6 +253,8 @@ def plan_step(
         world: this worker's place.
         min_samples: fewest samples of a micro-batch; 2 for models with BatchNorm.
         straddle: let a batch run over the end of an epoch, so that none is short.
+        in_step: give all workers as many micro-batches as the one that has most, the further
+            ones with weight 0: for sharded models, which communicate in every pass.
     """
     nominal = policy.batch_samples(world.world_size)
     stop = order.batch_stop(
@@ -263,9 +266,14 @@ def plan_step(
     )
     ranges = policy.deal(position, stop, world=world, min_samples=min_samples)
     micro_batches = [MicroBatch(start=a, stop=b, weight=b - a) for a, b in ranges]
-    if not micro_batches:
-        company = MicroBatch(start=position, stop=min(position + min_samples, stop), weight=0)
-        micro_batches = [company]
+    most = 1
+    if in_step:
+        everyone = (replace(world, rank=rank) for rank in range(world.world_size))
+        deal = partial(policy.deal, position, stop, min_samples=min_samples)
+        most = max(len(deal(world=one)) for one in everyone)
+    end = min(position + min_samples, stop)
+    for _ in range(most - len(micro_batches)):
+        micro_batches.append(MicroBatch(start=position, stop=end, weight=0))
     return StepPlan(
         start=position,
         stop=stop,

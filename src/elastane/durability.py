@@ -17,6 +17,7 @@ from elastane.batching import World
 from elastane.elastic.checkpoint import Checkpoint, CheckpointStore
 from elastane.elastic.folders import exclusive
 from elastane.elastic.saver import Outcome, Saver, stage
+from elastane.elastic.whole import gathered
 from elastane.errors import ArgumentError, StateError, check_positive, check_whole, describe
 
 __all__ = ["Checkpointing", "Keeper"]
@@ -62,15 +63,22 @@ class Keeper:
     Args:
         checkpointing: how often and where, or `None`.
         run_dir: the run's folder, or `None`.
+        in_shards: whether each worker has a part of the state only: then all of them must call
+            `committed` and `finished` alike, and rank 0 writes what they put together.
 
     Raises:
         ArgumentError: checkpoints without any folder.
     """
 
     def __init__(
-        self, checkpointing: Checkpointing | None, *, run_dir: str | PathLike[str] | None
+        self,
+        checkpointing: Checkpointing | None,
+        *,
+        run_dir: str | PathLike[str] | None,
+        in_shards: bool = False,
     ) -> None:
         self._policy = checkpointing
+        self._in_shards = in_shards
         self._store: CheckpointStore | None = None
         if checkpointing is not None:
             folder = _folder(checkpointing, run_dir=run_dir)
@@ -101,26 +109,43 @@ class Keeper:
         """Write from now on if this worker is rank 0."""
         self._world = world
 
-    def committed(self, step: int) -> None:
-        """Start to write a checkpoint, if it is time; it is not published before `settled`."""
-        if self._policy is None or self._world.rank != 0:
-            return
+    def wishes(self, step: int) -> bool:
+        """Return, on rank 0, whether it is time for a checkpoint of a step that is being made."""
+        if self._policy is None or self._saver is None or self._world.rank != 0:
+            return False
+        if self._in_shards and self._saver.is_busy:
+            return False  # all workers would put together what can't be written
         seconds = time.monotonic() - self._last_time
-        if self._policy.is_due(steps=step - self._last_step, seconds=seconds):
+        return self._policy.is_due(steps=step - self._last_step, seconds=seconds)
+
+    def committed(self, step: int, *, wished: bool) -> None:
+        """Start to write a checkpoint of a step, if rank 0 wished for one while it was made.
+
+        It is not published before `settled`.
+        """
+        if wished:
             self._begin(step)
 
     def finished(self, step: int) -> None:
         """Write the last checkpoint of a run, so that a run that is over is known to be over."""
-        if self._saver is not None and self._world.rank == 0 and step != self._last_step:
+        if self._saver is not None:
             self._saver.confirm(step)
             self._saver.wait()
             self._begin(step)
 
     def _begin(self, step: int) -> None:
-        if self._saver is not None:
-            staged = stage(self._state())
-            if self._saver.begin(staged, step=step, generation=self._generation):
-                self._last_step, self._last_time = step, time.monotonic()
+        if self._saver is None:
+            return
+        is_writer = self._world.rank == 0 and step != self._last_step
+        staged = self._staged(keep=is_writer)
+        if is_writer and self._saver.begin(staged, step=step, generation=self._generation):
+            self._last_step, self._last_time = step, time.monotonic()
+
+    def _staged(self, *, keep: bool) -> Any:
+        """Return a copy of the state, if it is to be kept; all workers make one out of shards."""
+        if self._in_shards:
+            return gathered(self._state(), keep=keep)
+        return stage(self._state()) if keep else None
 
     def settled(self, step: int) -> list[Outcome]:
         """Publish what is final, drop what is void; return how earlier saves ended."""

@@ -21,6 +21,7 @@ from elastane.data import LoaderOptions, StreamLoader
 from elastane.errors import ArgumentError, StateError, check_whole, describe
 from elastane.group import Membership
 from elastane.peers import Peers
+from elastane.sharding import is_sharded
 
 __all__ = ["Evaluation", "Evaluator", "evaluate"]
 
@@ -124,14 +125,16 @@ def evaluate(
         replica.merge_batch_statistics(model, sum_over_workers=peers.sum)
     start, stop = order.split(0, loader.num_samples, parts=world.world_size, part=world.rank)
     ranges = [(i, min(i + batch_size, stop)) for i in range(start, stop, batch_size)]
-    has_samples = bool(ranges)
+    num_counted = len(ranges)
+    ranges += [(0, 1)] * (_most_calls(model, loader.num_samples, batch_size, world) - num_counted)
     totals: dict[str, torch.Tensor] = {}
     failure: Exception | None = None
     try:
         with _evaluation_mode(model), torch.no_grad():
-            for batch in loader.read(ranges or [(0, 1)]):
+            for number, batch in enumerate(loader.read(ranges)):
                 for name, value in _checked(function(model, batch)).items():
-                    totals[name] = totals[name] + value if name in totals else value
+                    counted = value if number < num_counted else torch.zeros_like(value)
+                    totals[name] = totals[name] + counted if name in totals else counted
         if not totals:
             rule, way_out = "returned no sums", 'Return for example {"correct": number_of_hits}.'
             raise ArgumentError(describe("function", function, rule=rule, way_out=way_out))
@@ -146,8 +149,6 @@ def evaluate(
     if failure is not None:
         raise failure
     sums = torch.stack([totals[name].to(device) for name in names])
-    if not has_samples:
-        sums.zero_()
     if peers is not None:
         peers.sum(sums)
     return Evaluation(
@@ -155,6 +156,18 @@ def evaluate(
         num_samples=loader.num_samples,
         seconds=time.perf_counter() - began,
     )
+
+
+def _most_calls(model: nn.Module, num_samples: int, batch_size: int, world: World) -> int:
+    """Return how often this worker calls: once at least, to know the names of the sums.
+
+    Workers with shards of one model wait for each other in every forward pass, and so make as
+    many as the one with most samples. What they make too many counts nothing.
+    """
+    if not is_sharded(model):
+        return 1
+    most_samples = -(-num_samples // world.world_size)
+    return -(-most_samples // batch_size)
 
 
 def _checked(result: Any) -> dict[str, torch.Tensor]:

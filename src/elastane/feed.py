@@ -41,6 +41,7 @@ class Feed:
         loader_number: seeds the loader processes; another one on each worker.
         min_samples: fewest samples of a micro-batch.
         level: whether all workers must make as many micro-batches.
+        in_step: whether all workers must make the same number of micro-batches.
 
     Raises:
         ArgumentError: fewer samples than workers, or a policy that does not fit their number.
@@ -57,6 +58,7 @@ class Feed:
         loader_number: int,
         min_samples: int,
         level: bool = False,
+        in_step: bool = False,
     ) -> None:
         check_fit(policy, min_samples=min_samples)
         self._loader = StreamLoader(dataset, options=options, rank=loader_number)
@@ -68,6 +70,7 @@ class Feed:
         self._policy = _Leveled(policy) if level else policy
         self._world = world
         self._min_samples = min_samples
+        self._in_step = in_step
         self._next_position: int | None = None
         self._batches: Iterator[Any] = iter(())
         self.plan(0)
@@ -91,6 +94,7 @@ class Feed:
             world=self._world,
             min_samples=self._min_samples,
             straddle=self._options.straddle_epochs,
+            in_step=self._in_step,
         )
 
     def start(self, position: int) -> None:

@@ -18,6 +18,7 @@ from elastane.batching import World
 from elastane.errors import CommunicationError
 from elastane.group import Trainee, Wrapping
 from elastane.peers import Peers
+from elastane.sharded import ShardedWrapping
 
 __all__ = ["FixedMembership", "discover_world"]
 
@@ -43,7 +44,7 @@ class FixedMembership:
     warming = False
     final_at_once = True
 
-    def __init__(self, wrapping: Wrapping, *, world: World) -> None:
+    def __init__(self, wrapping: Wrapping | ShardedWrapping, *, world: World) -> None:
         self._wrapping = wrapping
         self.world = world
 

@@ -18,7 +18,7 @@ from elastane.measurement import Measurement, read_measurement
 from elastane.norms import Run, runs_of_groups, squared_norm_of_all, squared_norms_of_runs
 from elastane.peers import Peers
 
-__all__ = ["Extra", "GradientTap"]
+__all__ = ["Extra", "GradientTap", "as_vector"]
 
 Extra = float | Tensor
 """A value to be summed over the ranks with the step's statistics."""
@@ -332,7 +332,7 @@ class GradientTap:
         local = torch.where(finite, local, torch.zeros_like(local))
         extras = tuple(self._extras()) if self._extras else ()
         told = (self._total_weight, self._num_gradients, ~finite, *extras)
-        vector = torch.cat([local, _as_vector(told, device)])
+        vector = torch.cat([local, as_vector(told, device)])
         work = None if self._peers is None else self._start_sum(vector)
         self._small = (vector, work)
 
@@ -343,7 +343,7 @@ class GradientTap:
         if self._failure is not None:
             raise CommunicationError(_BROKEN.format(cause=self._failure))
         means = torch.stack([self._means[index] for index in sorted(self._means)]).sum(0)
-        scale = _as_vector([loss_scale], vector.device)
+        scale = as_vector([loss_scale], vector.device)
         *values, known_scale = torch.cat([vector, means, scale]).tolist()
         measurement = read_measurement(
             values[: len(vector)],
@@ -363,7 +363,7 @@ def _average_bucket(tap: GradientTap, bucket: GradBucket) -> torch.futures.Futur
     return tap._reduce_bucket(bucket)
 
 
-def _as_vector(values: Sequence[Extra], device: torch.device) -> Tensor:
+def as_vector(values: Sequence[Extra], device: torch.device) -> Tensor:
     """Return host numbers and device scalars in one float64 vector, without waiting."""
     on_host = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
     vector = torch.tensor(on_host, dtype=torch.float64).to(device, non_blocking=True)

@@ -201,7 +201,7 @@ class Loop:
         self._membership.rehearsed()
 
     def _finish(self, outcome: Outcome) -> StepResult:
-        stop, *sums = outcome.extras
+        stop, wishes, *sums = outcome.extras
         self.stopped = stop > 0
         if outcome.committed:
             self.position, self._skipped = self._plan.stop, 0
@@ -212,7 +212,7 @@ class Loop:
         self.settled(self.stepper.controller.step - int(outcome.committed))
         result = self._last_result = self._reporter.step(outcome, plan=self._plan)
         if outcome.committed:
-            self._keeper.committed(result.step)
+            self._keeper.committed(result.step, wished=wishes > 0)
         if self._membership.final_at_once:
             self.settled(result.step)
         return result
@@ -237,8 +237,12 @@ class Loop:
         self._stop_asked = True
 
     def _extras(self) -> Sequence[float]:
-        """Return what is summed over the workers with each step: first who asks to stop."""
-        return (float(self._stop_asked), *self._membership.extras())
+        """Return what is summed over the workers with each step.
+
+        Who asks to stop, who wishes for a checkpoint, and what the membership wants to know.
+        """
+        wishes = self._keeper.wishes(self.stepper.controller.step + 1)
+        return (float(self._stop_asked), float(wishes), *self._membership.extras())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a worker that was not there needs to know of the last window."""

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from elastane._compat import no_buffer_sync
 from elastane.errors import ArgumentError, UnsupportedError, describe
+from elastane.sharding import is_sharded
 
 __all__ = [
     "Replica",
@@ -30,7 +31,7 @@ __all__ = [
     "wrap",
 ]
 
-_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
+_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 _OWN_DDP_ARGUMENTS = {
     "self",
     "module",
@@ -45,7 +46,7 @@ def check_model(model: nn.Module, *, ddp: Mapping[str, Any]) -> None:
     """Refuse what can't be trained by a session.
 
     Args:
-        model: bare module.
+        model: bare module, or one that `fully_shard` was applied to.
         ddp: further arguments for DDP.
 
     Raises:
@@ -53,6 +54,9 @@ def check_model(model: nn.Module, *, ddp: Mapping[str, Any]) -> None:
         ArgumentError: nothing to train, or an argument that DDP does not have.
     """
     _check_ddp(ddp)
+    if ddp and is_sharded(model):
+        rule, way_out = "given with a sharded model, which DDP does not wrap", "Leave it out."
+        raise ArgumentError(describe("ddp", dict(ddp), rule=rule, way_out=way_out))
     for name, module in model.named_modules():
         where = f"model.{name}" if name else "model"
         if isinstance(module, (*_WRAPPERS, Replica)):

@@ -34,6 +34,7 @@ from elastane.gradients import Extra, GradientTap
 from elastane.jointly import weighted_joint_norms
 from elastane.measurement import Measurement
 from elastane.optim import ScaledStep, Schedule, clip_gradients, momentum_of
+from elastane.sharded import ShardedTap
 
 __all__ = ["Outcome", "Stepper"]
 
@@ -71,6 +72,7 @@ class Stepper:
         scaler: gradient scaler, or `None`.
         max_norm: norm to which the mean gradient is clipped, or `None`.
         per: `Measuring.per`.
+        tap: what averages and measures: of DDP's gradients, or a sharded model's.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Stepper:
         scaler: GradScaler | None,
         max_norm: float | None,
         per: str,
+        tap: type[GradientTap] | type[ShardedTap] = GradientTap,
     ) -> None:
         if max_norm is not None:
             check_positive("max_norm", max_norm, way_out="None does not clip.")
@@ -98,7 +101,7 @@ class Stepper:
         self._extras: Callable[[], Sequence[Extra]] = tuple
         self._num_parameters = self._count()
         own_extras = weakref.WeakMethod(self._all_extras)  # no cycle: it would keep the model
-        self.tap = GradientTap(
+        self.tap = tap(
             parameter_groups(optimizer, per=per),
             extras=lambda: extras() if (extras := own_extras()) else (),
         )
@@ -247,7 +250,7 @@ class Stepper:
         """Settle the tap; gradients that the user unscaled before it are taken as they are."""
         scale: Extra | None = 1.0
         if self._scaler is not None and not self.tap.is_settled:
-            if is_unscaled and self.tap.is_alone and self.tap.has_set_aside:
+            if is_unscaled and _minds_unscaling(self.tap):
                 raise UsageError(_UNSCALED_TOO_EARLY)
             if not (is_unscaled and self.tap.is_alone):
                 scale = _compat.loss_scale(self._scaler)
@@ -300,9 +303,14 @@ _NEVER_SCALED = (
     "or scaler.scale(loss).backward()"
 )
 _UNSCALED_TOO_EARLY = (
-    "scaler.unscale_() was called before the gradients of the accumulation window were put "
+    "scaler.unscale_() was called before the gradients of the window were measured and put "
     "together: use session.backward(loss), which does that, instead of loss.backward()"
 )
+
+
+def _minds_unscaling(tap: GradientTap | ShardedTap) -> bool:
+    """Return whether a part of the window's norms was taken of scaled gradients already."""
+    return isinstance(tap, ShardedTap) or (tap.is_alone and tap.has_set_aside)
 
 
 def _check_loss(loss: object) -> None:

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from elastane.batching import World
 from elastane.durability import Keeper
 from elastane.elastic.snapshot import load_state, state_of
+from elastane.elastic.whole import dealt, dealt_optimizer
 from elastane.feed import Feed
 from elastane.loop import Loop
 from elastane.reporting import Reporter
+from elastane.sharding import is_sharded
 from elastane.state import SessionState
 
 __all__ = ["Training"]
@@ -90,10 +92,21 @@ class Training:
             StateError: of another run.
         """
         self._state.load_state_dict(state["session"])
+        if is_sharded(self._model):
+            state = self._dealt(state)
         load_state(self._model, self._optimizer, state)
         self._loop.load_state_dict(state["loop"])
         for name, one in self._stateful.items():
             one.load_state_dict(state["stateful"][name])
+
+    def _dealt(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state, of which each worker has the whole, as this worker's part of it."""
+        own = {
+            "model": state_of(self._model, self._optimizer)["model"],
+            "stateful": {name: one.state_dict() for name, one in self._stateful.items()},
+        }
+        optimizer = dealt_optimizer(state["optimizer"], optimizer=self._optimizer)
+        return {**dealt(state, like=own), "optimizer": optimizer}
 
     def tensors(self) -> Sequence[Tensor]:
         """Return the model's tensors, in the order in which `state_dict` has them."""

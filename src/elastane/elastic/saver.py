@@ -153,6 +153,12 @@ class Saver:
         self._warn()
         return busy is None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+        with self._changed:
+            return self._job is not None
+
     def confirm(self, step: int) -> None:
         """Say that `step`, and so all before it, is final: a save of it may be published."""
         with self._changed:

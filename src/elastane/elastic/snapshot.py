@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastane.errors import StateError
+from elastane.sharding import local_of
 
 __all__ = ["load_state", "state_of"]
 
@@ -65,9 +66,9 @@ def load_state(model: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any]) 
     _load_optimizer(optimizer, tree["optimizer"])
     with torch.no_grad():
         for name, tensor in own.items():
-            saved = tree["model"][name]
-            if saved.data_ptr() != tensor.data_ptr():
-                tensor.copy_(saved)
+            part, saved = local_of(tensor), local_of(tree["model"][name])
+            if saved.data_ptr() != part.data_ptr():
+                part.copy_(saved)
     for name, module in _with_extra(model):
         module.set_extra_state(tree["extra"][name])
 

@@ -1,0 +1,299 @@
+"""The gradient tap of a model that its user sharded: FSDP2 and HSDP, measured unit by unit.
+
+Knows shards, and what their group is; nothing of rules, data or schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastane._compat import foreach_mul_
+from elastane.errors import CommunicationError, UnsupportedError, UsageError
+from elastane.gradients import Extra, as_vector
+from elastane.measurement import Measurement, read_measurement
+from elastane.norms import squared_norm, squared_norm_of_all
+from elastane.peers import Peers
+from elastane.replica import Replica
+from elastane.sharded_unit import Unit
+from elastane.sharding import Sharding, local_of, sharding_of, units_of
+
+__all__ = ["ShardedTap", "ShardedWrapping"]
+
+
+class ShardedTap:
+    """Turns micro-batch gradients into shards of `sum b_i g_i / B` and their squared norms.
+
+    Called like `elastane.gradients.GradientTap`. FSDP hands each unit's whole local gradient to
+    the reduce-scatter, and there alone it can be seen: its norm is taken there, it is weighted by
+    `b_i / B`, and sums take the place of FSDP's means. Every micro-batch is reduced, and FSDP adds
+    the shards up, so each counts as a gradient of its own; no whole gradient is kept. All workers
+    must make the same number of backward passes.
+
+    At the end of a window the shards of the mean gradient are measured. One small float64 SUM
+    reduction over all workers carries the statistics of both kinds; only the first copy of the
+    model adds its shards' norms.
+
+    Args:
+        groups: parameters of each group that has statistics of its own; those of one unit must
+            be in one group.
+        extras: called once a step when the small reduction is made; returns as many values as
+            every other rank's.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        *,
+        extras: Callable[[], Sequence[Extra]] | None = None,
+    ) -> None:
+        self._extras = extras
+        self._peers: Peers | None = None
+        self._counts_means = True
+        self._units: list[Unit] = []
+        self.set_groups(groups)
+        self.begin(batch_samples=1.0)
+
+    def set_groups(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        """Replace the groups, for parameters that joined the optimizer."""
+        self._parameters = [list(dict.fromkeys(group)) for group in groups]
+        self.find_groups()
+
+    def find_groups(self) -> None:
+        """Find each unit's group anew, for parameters that were frozen or unfrozen.
+
+        Raises:
+            UnsupportedError: a unit's parameters are in several groups, or in none.
+        """
+        for unit in self._units:
+            unit.find_group(self._parameters)
+
+    def attach(self, model: nn.Module, *, sharding: Sharding, peers: Peers | None) -> None:
+        """Sum and measure a model's gradients from now on.
+
+        Args:
+            model: sharded.
+            sharding: how.
+            peers: all workers; `None` for one.
+
+        Raises:
+            UnsupportedError: a unit that can't be measured.
+        """
+        self._peers = peers
+        self._counts_means = sharding.replica == 0
+        self._units = [
+            Unit(self, name, parameters, sharding=sharding)
+            for name, _, parameters in units_of(model)
+        ]
+        self.find_groups()
+        for unit, (_, module, _) in zip(self._units, units_of(model), strict=True):
+            unit.enter(module)
+
+    def detach(self) -> None:
+        """Leave the units to FSDP's own means; its setters have no way back to its defaults."""
+        for unit in self._units:
+            unit.leave()
+        self._peers, self._units = None, []
+        self.begin(batch_samples=1.0)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the steps are this process's own."""
+        return self._peers is None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the mean gradient's shard lies in `p.grad`."""
+        return self._settled is not None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the group broke in this window."""
+        return self._failure is not None
+
+    def begin(self, *, batch_samples: float, measure: bool = True) -> None:
+        """Open a window.
+
+        Args:
+            batch_samples: `B`, samples of the step over all workers.
+            measure: whether to take the moments; flags and extras are reduced in any case.
+        """
+        self._batch_samples = float(batch_samples)
+        self._measure = measure
+        self._weight = self._total_weight = 0.0
+        self._num_gradients = 0
+        self._local: list[tuple[int, Tensor]] = []
+        self._reduced: set[Unit] = set()
+        self._failure: str | None = None
+        self._reduced_twice = ""
+        self._settled: Measurement | None = None
+
+    def begin_micro_batch(self, weight: float) -> None:
+        """Announce a micro-batch, or change its weight before its backward."""
+        self._weight = float(weight)
+
+    def set_aside(self) -> None:
+        """End an inner micro-batch, whose gradient has been added to `p.grad` already.
+
+        Raises:
+            UsageError: there was no backward since the last call.
+        """
+        self._end_micro_batch()
+
+    def settle(self, *, loss_scale: Extra = 1.0) -> Measurement:
+        """Finish the window: measure the mean gradient, whose shard lies in `p.grad`.
+
+        Args:
+            loss_scale: what the loss was multiplied by before backward.
+
+        Raises:
+            UsageError: there was no backward in the last micro-batch.
+            UnsupportedError: a unit's gradient came in parts.
+            CommunicationError: the group broke.
+        """
+        if self._settled is None:
+            self._end_micro_batch()
+            self._settled = self._read(loss_scale)
+        return self._settled
+
+    def _end_micro_batch(self) -> None:
+        if self._failure is not None:
+            raise CommunicationError(_BROKEN.format(cause=self._failure))
+        if self._reduced_twice:
+            raise UnsupportedError(_IN_PARTS.format(unit=self._reduced_twice))
+        if not self._reduced:
+            raise UsageError(_NO_BACKWARD)
+        self._reduced.clear()
+        self._total_weight += self._weight
+        self._num_gradients += self._weight > 0
+
+    def take(self, unit: Unit, gradient: Tensor) -> None:
+        """Measure a unit's whole local gradient, and give it its weight in the mean."""
+        if unit in self._reduced:
+            self._reduced_twice = unit.name
+        self._reduced.add(unit)
+        if self._weight == 0:
+            gradient.zero_()
+            return
+        if self._measure:
+            self._local.append((unit.group, squared_norm(gradient) * self._weight))
+        gradient.mul_(self._weight / self._batch_samples)
+
+    def note_failure(self, cause: str) -> None:
+        """Take the window for broken: `settle` will raise."""
+        self._failure = cause
+
+    @torch.no_grad()
+    def _read(self, loss_scale: Extra) -> Measurement:
+        gradients = [
+            [local_of(p.grad) for p in group if p.grad is not None] for group in self._parameters
+        ]
+        device = next(one for group in gradients for one in group).device
+        vector = self._told(gradients, device)
+        if self._peers is not None:
+            self._peers.sum(vector)
+        *values, scale = torch.cat([vector, as_vector([loss_scale], device)]).tolist()
+        measurement = read_measurement(
+            values[: -len(gradients)],
+            values[-len(gradients) :],
+            batch_samples=self._batch_samples,
+            loss_scale=scale,
+            measured=self._measure,
+        )
+        if 0 < measurement.weight != self._batch_samples:
+            every = [one for group in gradients for one in group]
+            foreach_mul_(every, self._batch_samples / measurement.weight)
+        return measurement
+
+    def _told(self, gradients: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+        """Return what this rank adds to the step's sums: what `read_measurement` reads."""
+        num_groups = len(gradients)
+        local = torch.zeros(num_groups, dtype=torch.float64, device=device)
+        for group, norm in self._local:
+            local[group] += norm
+        finite = local.isfinite().all()
+        local = torch.where(finite, local, torch.zeros_like(local))
+        extras = tuple(self._extras()) if self._extras else ()
+        told = (self._total_weight, self._num_gradients, ~finite, *extras)
+        means = torch.zeros(num_groups, dtype=torch.float64, device=device)
+        if self._counts_means:
+            for number, group in enumerate(gradients):
+                means[number] = squared_norm_of_all(group) if group else 0.0
+        return torch.cat([local, as_vector(told, device), means])
+
+
+class ShardedWrapping:
+    """The sharded model in place of a wrapper: what `elastane.group.Wrapping` is for DDP.
+
+    Args:
+        model: the module that users hold.
+        tap: measures the model's gradients.
+    """
+
+    def __init__(self, model: Replica, *, tap: ShardedTap) -> None:
+        self.model = model
+        self._tap = tap
+        self._trainable: frozenset[int] = frozenset()
+        self.peers: Peers | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return next(self.model.parameters()).device
+
+    def use(self, peers: Peers | None) -> None:
+        """Measure over a group from now on; all copies get the weights of the first.
+
+        Args:
+            peers: all workers, or `None`.
+        """
+        self.drop()
+        world_size = 1 if peers is None else dist.get_world_size(peers.group)
+        sharding = sharding_of(self.model.inner, world_size=world_size)
+        self._tap.attach(self.model.inner, sharding=sharding, peers=peers)
+        self.peers = peers
+        if peers is not None:
+            peers.call(lambda: self._spread(sharding, peers), on_host=self.device.type == "cpu")
+
+    @torch.no_grad()
+    def _spread(self, sharding: Sharding, peers: Peers) -> None:
+        """Give all copies the weights of the first, and all ranks the buffers of rank 0."""
+        if sharding.num_replicas > 1:
+            replicas = sharding.mesh.get_group(0)
+            for parameter in self.model.parameters():
+                dist.broadcast(local_of(parameter), group=replicas, group_src=0)
+        for buffer in _plain_buffers(self.model):
+            dist.broadcast(buffer, group=peers.group, group_src=0)
+
+    def refresh(self) -> None:
+        """Look again where parameters belong, if others train; FSDP itself notices."""
+        trainable = frozenset(id(p) for p in self.model.parameters() if p.requires_grad)
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._tap.find_groups()
+
+    def drop(self) -> None:
+        """Let go of the group."""
+        self._tap.detach()
+        self.peers = None
+
+
+def _plain_buffers(model: nn.Module) -> Iterator[Tensor]:
+    yield from (buffer for buffer in model.buffers() if type(buffer) is Tensor)
+
+
+_BROKEN = (
+    "the process group broke in this step, which this worker has not committed: {cause}. A sharded "
+    "model can't go on without the lost rank: start again from a checkpoint"
+)
+_NO_BACKWARD = (
+    "step() without a gradient: call session.backward(loss) or loss.backward() on a loss computed "
+    "with session.model before each step()"
+)
+_IN_PARTS = (
+    "{unit} was reduced twice in one micro-batch, so its gradient can't be measured: add up the "
+    "losses and call backward once before each step()"
+)
