@@ -234,6 +234,19 @@ def test_position_progress_and_lr_go_on_with_the_batch_of_each_world(tmp_path: P
     assert record["progress"][-1] == 3 * (1 + 4 + 2 + 1)
 
 
+def test_what_a_lone_worker_measured_is_the_first_gain_of_two_and_the_same_on_both(
+    tmp_path: Path,
+) -> None:
+    alone = {"batch": LocalBatch(8), "max_steps": 30, "save": tmp_path / "saved"}
+    [first] = run_workers(train_with, alone, world_size=1, folder=tmp_path)
+    assert set(first["gain"]) == {1.0}  # at the base batch
+    together = {"batch": LocalBatch(8), "max_steps": 4, "state": tmp_path / "saved"}
+    left, right = run_workers(train_with, together, world_size=2, folder=tmp_path)
+    assert left["gain"] == right["gain"]
+    assert torch.equal(left["weights"], right["weights"])
+    assert all(1.02 < gain < 2 for gain in left["gain"])
+
+
 def linear(now: Any) -> tuple[float, float]:
     return now.scale, now.scale
 

@@ -23,7 +23,6 @@ from training import Digits, build_model, build_session, session_over, train, we
 
 import elastane
 from elastane import (
-    AdaScale,
     GlobalBatch,
     Identity,
     Linear,
@@ -790,7 +789,8 @@ def test_calling_step_twice_is_refused() -> None:
 
 
 def test_a_gain_rule_that_can_measure_nothing_is_warned_of() -> None:
-    session, _ = build_session(build_model(), batch=LocalBatch(32), rule=AdaScale())
+    measuring = Measuring(single="off")
+    session, _ = build_session(build_model(), batch=LocalBatch(32), measuring=measuring)
     with session, pytest.warns(UserWarning, match="one gradient a step"):
         train(session, max_steps=2)
 

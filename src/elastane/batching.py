@@ -106,8 +106,8 @@ class LocalBatch:
 
     Attributes:
         samples: samples a worker and step.
-        micro_batches: micro-batches that they are split into. With one worker, two or more are
-            needed to measure the gain.
+        micro_batches: micro-batches that they are split into. With one worker and one of these,
+            the gain is estimated from some layers.
     """
 
     samples: int

@@ -15,6 +15,7 @@ from elastane.errors import ArgumentError, StateError, check_choice, check_whole
 from elastane.momentum import Compensation, RampState
 from elastane.noise import MomentAverage, Moments
 from elastane.scaling import Rule, StepContext, apply_rule
+from elastane.single import Stopgap
 
 __all__ = ["Decision", "Measuring", "StepController"]
 
@@ -32,6 +33,8 @@ class Measuring:
             learning rate never depends on the gradient that it multiplies.
         per: `"model"`: one gain (the paper's); `"param_group"`: a gain for each parameter group
             of the optimizer. Progress always counts the whole model's gain.
+        single: what steps with a single gradient (one worker, one micro-batch) tell: `"layers"`,
+            the moments of layers that tell its samples' gradients apart; `"off"`, nothing.
     """
 
     averaging: str = "debiased"
@@ -39,10 +42,12 @@ class Measuring:
     every: int = 1
     current: bool = False
     per: str = "model"
+    single: str = "layers"
 
     def __post_init__(self) -> None:
         check_choice("averaging", self.averaging, noise.AVERAGES)
         check_choice("per", self.per, ("model", "param_group"))
+        check_choice("single", self.single, ("layers", "off"))
         check_whole("every", self.every, at_least=1, way_out="1 measures each step.")
         if self.smoothing is not None and not 0 <= self.smoothing < 1:
             rule, way_out = "must be at least 0 and below 1", "None follows the scale."
@@ -61,6 +66,7 @@ class Decision:
         progress: what the step is worth in base steps.
         moments: averaged raw moments of the model that the gain came from; `None` if there are
             none yet.
+        single_share: part of them that comes from single gradients, from 0 to 1.
     """
 
     scale: float
@@ -68,7 +74,9 @@ class Decision:
     factors: tuple[float, ...]
     progress: float
     moments: Moments | None
+    single_share: float
     averages: tuple[MomentAverage, ...]
+    stopgaps: tuple[Stopgap, ...]
     ramps: tuple[RampState, ...]
 
 
@@ -99,8 +107,10 @@ class StepController:
         self.num_steps = num_steps
         self._compensation = compensation
         self._measuring = measuring
-        self._averages = (MomentAverage(averaging=measuring.averaging),) * num_groups
-        self._ramps = (RampState(),) * num_groups
+        self._averages: tuple[MomentAverage, ...] = ()
+        self._stopgaps: tuple[Stopgap, ...] = ()
+        self._ramps: tuple[RampState, ...] = ()
+        self.resize_groups(num_groups)
         self.progress = 0.0
         self.step = 0
 
@@ -114,6 +124,11 @@ class StepController:
         """Whether the next step is one to measure."""
         return self.step % self._measuring.every == 0
 
+    @property
+    def takes_layers(self) -> bool:
+        """Whether steps with a single gradient are measured by their layers."""
+        return self._measuring.single == "layers"
+
     def depends_on_gain(self, scale: float) -> bool:
         """Whether the rule would answer differently if the gain at `scale` were not 1."""
         alone = self._context(None, batch_samples=scale * self._base_batch_size)
@@ -122,7 +137,9 @@ class StepController:
     def resize_groups(self, num_groups: int) -> None:
         """Give groups that were added later averages and ramps of their own."""
         new = num_groups - len(self._averages)
-        self._averages += (MomentAverage(averaging=self._measuring.averaging),) * new
+        average = MomentAverage(averaging=self._measuring.averaging)
+        self._averages += (average,) * new
+        self._stopgaps += (Stopgap(average=average),) * new
         self._ramps += (RampState(),) * new
 
     def decide(
@@ -132,6 +149,7 @@ class StepController:
         batch_samples: float,
         nominal_samples: float,
         momentum: float,
+        single: bool = False,
     ) -> Decision:
         """Return what the step does.
 
@@ -142,10 +160,15 @@ class StepController:
             nominal_samples: the batch that the policy asks for; the same but for a short or
                 joined batch at the end of an epoch.
             momentum: momentum of the optimizer.
+            single: whether the moments come from a single gradient.
         """
         scale = batch_samples / self._base_batch_size
-        averages = self._updated(samples, scale=scale)
-        known = [average.read() for average in self._seen(averages)]
+        averages, stopgaps = self._updated(samples, scale=scale, single=single)
+        seen = self._averages, self._stopgaps
+        if self._measuring.current:
+            seen = averages, stopgaps
+        pairs = zip(seen[0], seen[1], strict=True)
+        known = [stopgap.blended(average.read()) for average, stopgap in pairs]
         present = [moments for moments in known if moments is not None]
         model = noise.total_moments(present) if present else None
         context = self._context(model, batch_samples=batch_samples)
@@ -171,28 +194,34 @@ class StepController:
             factors=tuple(factors),
             progress=whole.progress * sum(min(one, 1.0) for one in held) / len(held),
             moments=model,
+            single_share=max(stopgap.share for stopgap in seen[1]),
             averages=averages,
+            stopgaps=stopgaps,
             ramps=ramps,
         )
 
     def commit(self, decision: Decision) -> None:
         """Take a decision as carried out."""
-        self._averages, self._ramps = decision.averages, decision.ramps
+        self._averages, self._stopgaps = decision.averages, decision.stopgaps
+        self._ramps = decision.ramps
         self.progress += decision.progress
         self.step += 1
 
     def _updated(
-        self, samples: Sequence[Moments] | None, *, scale: float
-    ) -> tuple[MomentAverage, ...]:
+        self, samples: Sequence[Moments] | None, *, scale: float, single: bool
+    ) -> tuple[tuple[MomentAverage, ...], tuple[Stopgap, ...]]:
         if samples is None:
-            return self._averages
+            return self._averages, self._stopgaps
         theta = self._measuring.smoothing
         theta = noise.smoothing(scale) if theta is None else theta
-        pairs = zip(self._averages, samples, strict=True)
-        return tuple(average.updated(sample, smoothing=theta) for average, sample in pairs)
-
-    def _seen(self, updated: tuple[MomentAverage, ...]) -> tuple[MomentAverage, ...]:
-        return updated if self._measuring.current else self._averages
+        each = list(zip(self._averages, self._stopgaps, samples, strict=True))
+        if single:
+            return self._averages, tuple(
+                stopgap.updated(sample, smoothing=theta, others_known=average.count > 0)
+                for average, stopgap, sample in each
+            )
+        averages = tuple(average.updated(sample, smoothing=theta) for average, _, sample in each)
+        return averages, tuple(stopgap.faded() for _, stopgap, _ in each)
 
     def _compensated(
         self, ramp: RampState, *, target: float, batch_samples: float, momentum: float
@@ -228,6 +257,7 @@ class StepController:
             "step": self.step,
             "per": self._measuring.per,
             "averages": [average.state_dict() for average in self._averages],
+            "stopgaps": [stopgap.state_dict() for stopgap in self._stopgaps],
             "ramps": [asdict(ramp) for ramp in self._ramps],
         }
 
@@ -238,17 +268,16 @@ class StepController:
             StateError: another number of groups, another way to average, or other fields.
                 Nothing has changed then.
         """
-        missing = {"progress", "step", "per", "averages", "ramps"} - set(state)
+        missing = {"progress", "step", "per", "averages", "stopgaps", "ramps"} - set(state)
         if missing:
             raise StateError(f"the state of a step controller lacks {sorted(missing)}")
         averages = tuple(MomentAverage.from_state_dict(one) for one in state["averages"])
+        stopgaps = tuple(Stopgap.from_state_dict(one) for one in state["stopgaps"])
         ramps = tuple(_restored_ramp(one) for one in state["ramps"])
         found, wanted, per = len(averages), len(self._averages), self._measuring.per
-        new = wanted - found if len(ramps) == found else 0
-        if new > 0 and per == state["per"] == "param_group":  # groups that joined after the save
-            averages += (MomentAverage(averaging=self._measuring.averaging),) * new
-            ramps += (RampState(),) * new
-        if state["per"] != per or {len(averages), len(ramps)} != {wanted}:
+        whole = {len(averages), len(stopgaps), len(ramps)} == {found}
+        joined = found < wanted and per == "param_group"  # groups that joined after the save
+        if state["per"] != per or not whole or not (found == wanted or joined):
             message = (
                 f"the state has moments of {found} parameter groups, measured per "
                 f"{state['per']!r}, and this session of {wanted}, per {per!r}: build the "
@@ -256,14 +285,16 @@ class StepController:
             )
             raise StateError(message)
         averaging = self._measuring.averaging
-        other = [one.averaging for one in averages if one.averaging != averaging]
+        every = [*averages, *(stopgap.average for stopgap in stopgaps)]
+        other = [one.averaging for one in every if one.averaging != averaging]
         if other:
             message = (
                 f"the moments in the state are averaged {other[0]!r} and this session's "
                 f"{averaging!r}: build Measuring with the same `averaging`"
             )
             raise StateError(message)
-        self._averages, self._ramps = averages, ramps
+        self._averages, self._stopgaps, self._ramps = averages, stopgaps, ramps
+        self.resize_groups(wanted)
         self.progress = float(state["progress"])
         self.step = int(state["step"])
 

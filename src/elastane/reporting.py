@@ -53,6 +53,8 @@ class StepResult:
         generation: number of the membership that the step was made in.
         grad_norm: norm of the batch's mean gradient, before clipping.
         moments: averaged raw moments that the gain came from; `None` before there are any.
+        single_share: part of them, from 0 to 1, that was estimated from some layers in steps with
+            a single gradient (one worker, one micro-batch); at 1 they are these layers' alone.
         skipped: whether the gradients were not finite, so that nothing moved.
         seconds: wall time since the end of the step before.
     """
@@ -73,6 +75,7 @@ class StepResult:
     generation: int
     grad_norm: float
     moments: Moments | None
+    single_share: float
     skipped: bool
     seconds: float
 
@@ -235,6 +238,7 @@ class Reporter:
             generation=self._world.generation,
             grad_norm=measurement.grad_norm,
             moments=decision.moments,
+            single_share=decision.single_share,
             skipped=not outcome.committed,
             seconds=seconds,
         )

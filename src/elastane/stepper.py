@@ -32,6 +32,7 @@ from elastane.errors import (
 )
 from elastane.gradients import Extra, GradientTap
 from elastane.jointly import weighted_joint_norms
+from elastane.layers import LayerNorms
 from elastane.measurement import Measurement
 from elastane.optim import ScaledStep, Schedule, clip_gradients, momentum_of
 from elastane.sharded import ShardedTap
@@ -99,6 +100,8 @@ class Stepper:
         self._max_norm = max_norm
         self._per = per
         self._extras: Callable[[], Sequence[Extra]] = tuple
+        self._layers = LayerNorms(model)
+        self._scale_of_gradients: Extra = 1.0
         self._num_parameters = self._count()
         own_extras = weakref.WeakMethod(self._all_extras)  # no cycle: it would keep the model
         self.tap = tap(
@@ -111,13 +114,13 @@ class Stepper:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Refuse, for the length of a block, steps of the optimizer that are not the session's.
+        """Watch the layers, and refuse steps of the optimizer that are not the session's.
 
         For as long, joint batch statistics are weighted as the micro-batches are.
         """
         handle = self._optimizer.register_step_pre_hook(self._refuse_foreign_step)
         try:
-            with weighted_joint_norms(self._model, share=self._share):
+            with self._layers.watching(), weighted_joint_norms(self._model, share=self._share):
                 yield
         finally:
             handle.remove()
@@ -154,9 +157,11 @@ class Stepper:
             self.tap.set_groups(groups)
             self.controller.resize_groups(len(groups))
             self._num_parameters = self._count()
-        can_tell = len(plan.micro_batches) > 1 or not self.tap.is_alone
-        measure = self.controller.wants_measurement and can_tell
-        self.tap.begin(batch_samples=plan.batch_samples, measure=measure)
+        single = len(plan.micro_batches) == 1 and self.tap.is_alone
+        measure = self.controller.wants_measurement
+        self.tap.begin(batch_samples=plan.batch_samples, measure=measure and not single)
+        by_layers = measure and single and self.controller.takes_layers and plan.batch_samples > 1
+        self._layers.begin(plan.batch_samples if by_layers else 0)
         self._plan, self._extras = plan, extras
         self._loss_sum, self._loss_weight = 0.0, 0.0
 
@@ -199,11 +204,17 @@ class Stepper:
         scaler = self._scaler
         is_unscaled = scaler is not None and _compat.is_unscaled(scaler, self._optimizer)
         measurement = self._settle(is_unscaled=is_unscaled)
+        loss_sum, loss_weight, *rest = measurement.extras
+        told, extras = rest[: self._layers.num_told], rest[self._layers.num_told :]
+        moments, by_layers = measurement.moments(), None
+        if moments is None and measurement.num_gradients == 1:
+            by_layers = self._layers.moments(told, batch_samples=measurement.batch_samples)
         decision = self.controller.decide(
-            measurement.moments(),
+            moments or by_layers,
             batch_samples=self._plan.batch_samples,
             nominal_samples=self._plan.nominal_samples,
             momentum=momentum_of(self._optimizer),
+            single=not moments,
         )
         self._warn_if_blind(measurement, decision)
         if scaler is not None and not is_unscaled:
@@ -216,7 +227,6 @@ class Stepper:
         if scaler is not None:
             scaler.update()
         self.discard()
-        loss_sum, loss_weight, *extras = measurement.extras
         return Outcome(
             measurement=measurement,
             decision=decision,
@@ -232,6 +242,7 @@ class Stepper:
         if self._scaler is not None:
             _compat.forget_unscaling(self._scaler, self._optimizer)
         self._extras = tuple
+        self._layers.begin(0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of schedule and scaler."""
@@ -256,6 +267,7 @@ class Stepper:
                 scale = _compat.loss_scale(self._scaler)
         if scale is None:
             raise UsageError(_NEVER_SCALED)
+        self._scale_of_gradients = scale
         return self.tap.settle(loss_scale=scale)
 
     def _step(self, decision: Decision, *, grad_norm: float) -> None:
@@ -273,13 +285,23 @@ class Stepper:
         """Warn once if the rule wants a gain that this way of batching can't measure."""
         if self._warned or measurement.num_gradients != 1 or decision.moments is not None:
             return
+        if self._layers.can_tell:  # the next step will know
+            return
         scale = decision.scale * self._plan.nominal_samples / self._plan.batch_samples
         self._warned = True
         if scale != 1 and self.controller.depends_on_gain(scale):
             warnings.warn(_BLIND.format(scale=scale), stacklevel=5)
 
     def _all_extras(self) -> Sequence[Extra]:
-        return (self._loss_sum, self._loss_weight, *self._extras())
+        return (self._loss_sum, self._loss_weight, *self._told_by_layers(), *self._extras())
+
+    def _told_by_layers(self) -> Sequence[Extra]:
+        loss_scale = None if self._scaler is None else _compat.loss_scale(self._scaler)
+        return self._layers.told(
+            parameter_groups(self._optimizer, per=self._per),
+            loss_scale=1.0 if loss_scale is None else loss_scale,
+            scale_of_gradients=self._scale_of_gradients,
+        )
 
     def _count(self) -> int:
         return sum(len(group["params"]) for group in self._optimizer.param_groups)
@@ -287,8 +309,8 @@ class Stepper:
 
 _BLIND = (
     "the batch is {scale:g} base batches, but with one gradient a step (one worker, one "
-    "micro-batch) the gain can't be measured and stays 1: split the batch, for example "
-    "LocalBatch(samples, micro_batches=2)"
+    "micro-batch) and no layer that tells its samples' gradients apart the gain can't be measured "
+    "and stays 1: split the batch, for example LocalBatch(samples, micro_batches=2)"
 )
 _NO_SHARE = (
     "a micro-batch of weight 0 can't be left out where SyncBatchNorm mixes it with the others: "

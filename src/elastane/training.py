@@ -152,6 +152,7 @@ class Training:
                 "progress": last.progress,
                 "lr": last.lr,
                 "gain": last.gain,
+                "single_share": last.single_share,
                 "batch": last.batch_samples,
                 "samples_per_s": last.batch_samples / last.seconds if last.seconds > 0 else None,
             }

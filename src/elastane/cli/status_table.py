@@ -32,6 +32,7 @@ JOB_COLUMNS = {
     "run_dir": "run folder",
 }
 _NONE = "–"
+_FROM_SINGLES = ", from single gradients"
 _WORKER_COLUMNS = {
     name: name for name in ("worker", "rank", "state", "step", "pid", "agent", "slot", "host")
 }
@@ -71,7 +72,7 @@ def _facts(status: Mapping[str, Any]) -> dict[str, str]:
         "step": shown(get("step")),
         "progress": f"{shown(get('progress'))} of {shown(get('num_steps'))} base steps",
         "lr": shown(get("lr")),
-        "gain": shown(get("gain")),
+        "gain": shown(get("gain")) + (_FROM_SINGLES if get("single_share") else ""),
         "batch": shown(get("batch")),
         "samples/s": shown(get("samples_per_s")),
         "last change": _NONE if get("last_change") is None else _change(status["last_change"]),

@@ -10,7 +10,10 @@ from elastane.roster import Roster, Rules, Worker
 
 __all__ = ["report"]
 
-_NUMBERS = ("progress", "num_steps", "lr", "gain", "batch", "samples_per_s")
+_NUMBERS = (
+    *("progress", "num_steps", "lr", "gain", "single_share", "batch"),
+    "samples_per_s",
+)
 
 
 def report(

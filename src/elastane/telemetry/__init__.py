@@ -13,7 +13,7 @@ start         elastane_version, torch_version, rule, policy, base_batch_size [sa
               parameters (their number)
 step          step, progress, epoch, position [samples], loss, lr, factor, gain, scale,
               batch_samples, num_gradients, world_size, generation, grad_norm, variance, sqr_norm,
-              noise_scale [samples], seconds, skipped
+              noise_scale [samples], single_share, seconds, skipped
 membership    generation, world_size, cause, pause_s, progress, step
 pause         reason, seconds, step
 evaluation    step, progress, num_samples, seconds, metric_NAME (any number of them)
@@ -32,6 +32,8 @@ What the fields mean, where their names leave room:
 - ``loss``, and every estimate that is not known yet, may be None. A number that is not finite is
   written as null.
 - ``variance``, ``sqr_norm`` and ``noise_scale`` are the averaged moments s and mu^2, and s / mu^2.
+- ``single_share`` is the part of the moments, 0 to 1, from single gradients: estimated
+  from some layers (see `Measuring.single`); at 1 they are the moments of these layers alone.
 - ``num_gradients`` is how many gradient samples (workers times micro-batches) the step measured.
 - ``seconds`` is how long the thing itself took; for ``end``, the whole run since its start.
 - ``pause_s`` is a survivor's gap between two finished steps minus its median step.

@@ -11,7 +11,8 @@ _FIELDS = {
     "start": """elastane_version torch_version rule policy base_batch_size num_steps num_samples
         world_size generation seed parameters""",
     "step": """step progress epoch position loss lr factor gain scale batch_samples num_gradients
-        world_size generation grad_norm variance sqr_norm noise_scale seconds skipped""",
+        world_size generation grad_norm variance sqr_norm noise_scale single_share
+        seconds skipped""",
     "membership": "generation world_size cause pause_s progress step",
     "pause": "reason seconds step",
     "evaluation": "step progress num_samples seconds",
