@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,8 @@ from torch.nn import functional as F
 from training import Digits, session_over
 
 from benchmarks.oracle.models import JointSyncBatchNorm, jointly_normalized
-from elastane import GlobalBatch
+from elastane import AdaScale, GlobalBatch, Linear, LocalBatch
+from elastane.batching import World
 from elastane.errors import UsageError
 from elastane.jointly import communicates_in_forward, weighted_joint_norms
 
@@ -98,3 +101,23 @@ def test_layers_of_other_libraries_are_known_by_their_name():
     assert communicates_in_forward(nn.Sequential(ApexSyncBatchNorm(3)))
     assert communicates_in_forward(nn.Sequential(nn.Sequential(nn.SyncBatchNorm(3))))
     assert not communicates_in_forward(nn.Sequential(nn.BatchNorm1d(3)))
+
+
+@pytest.mark.parametrize(("rule", "warned"), [(AdaScale(), True), (Linear(), False)], ids=repr)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rule_that_looks_at_the_gain_is_warned_of_where_workers_are_tied(
+    rule, warned, world_size, monkeypatch
+):
+    world = World(rank=0, world_size=world_size)
+    monkeypatch.setattr("elastane.assembly.discover_world", lambda: world)
+    model = jointly_normalized()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = pytest.warns(UserWarning, match="the noise measured between them is too large")
+    with told if warned and world_size > 1 else nullcontext():
+        session_over(
+            model,
+            optimizer=optimizer,
+            num_steps=10,
+            batch=LocalBatch(16, micro_batches=2),
+            rule=rule,
+        )

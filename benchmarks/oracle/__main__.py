@@ -12,12 +12,14 @@ they moved. Exit status 1 says that a row is not within its bound.
 from __future__ import annotations
 
 import json
+import platform
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +27,7 @@ from benchmarks.oracle.features import FEATURES
 from benchmarks.oracle.rows import Row, compare, failed
 from benchmarks.oracle.worker import Case, carry_out, errors_of, records_of
 from benchmarks.resize.job import ending_on_sigterm
+from elastane import __version__
 
 _LIMIT_S = 3600.0
 _QUICK = ("plain", "accumulation, another A each step and rank", "token weights", "scaler")
@@ -98,7 +101,17 @@ def main(
     for row in rows:
         if not row.ok:
             console.print(f"{row.feature}, {row.ranks}: {row.why}", markup=False)
-    text = json.dumps({"rows": [row.as_dict() for row in rows]}, indent=2) + "\n"
+    result = {
+        "benchmark": "oracle",
+        "rows": [row.as_dict() for row in rows],
+        "versions": {
+            "elastane": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+        },
+    }
+    text = json.dumps(result, indent=2) + "\n"
     if json_path == "-":
         sys.stdout.write(text)
     elif json_path is not None:

@@ -36,11 +36,12 @@ def joint_gradients(
         places = [place for place, at in enumerate(turns) if at == turn]
         each = [_leaves(model) for _ in places]
         losses = _losses([batches[place] for place in places], each)
-        total = sum(weights[place] * loss for place, loss in zip(places, losses, strict=True))
+        shares = torch.tensor([weights[place] for place in places], dtype=torch.float64)
+        total = shares @ torch.stack(losses)
         for place, parameters in zip(places, each, strict=True):
             grads = torch.autograd.grad(total, list(parameters.values()), retain_graph=True)
-            shares = [grad / weights[place] for grad in grads]
-            found[place] = dict(zip(parameters, shares, strict=True))
+            through = [grad / weights[place] for grad in grads]
+            found[place] = dict(zip(parameters, through, strict=True))
     return found
 
 

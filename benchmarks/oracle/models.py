@@ -127,13 +127,13 @@ class _Sum(torch.autograd.Function):
     """A tensor's sum over the ranks, and the sum of its gradients."""
 
     @staticmethod
-    def forward(_ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:  # noqa: ARG004
         total = tensor.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(_ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ARG004
         total = grads[0].clone()
         dist.all_reduce(total)
         return total

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from benchmarks.oracle.features import FEATURES
 from benchmarks.oracle.job import NUM_STEPS
 from benchmarks.oracle.subject import train
+from elastane._compat import FileStore, Store
 
 __all__ = ["Case", "carry_out", "errors_of", "records_of"]
 
@@ -111,6 +112,7 @@ def errors_of(case: Case, *, folder: Path) -> list[str]:
 def _work(cases: Sequence[Case], folder: Path, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("error", category=UserWarning)
+    warnings.filterwarnings("ignore", message="the model has SyncBatchNorm")
     for case in cases:
         try:
             record = _train(case, folder=folder, rank=rank, world_size=world_size)
@@ -140,11 +142,11 @@ def _train(case: Case, *, folder: Path, rank: int, world_size: int) -> dict[str,
         feature.form,
         feature.job,
         num_steps=ends[phase] - (ends[phase - 1] if phase else 0),
-        state=before and case.file(folder, world_size=before, kind="state"),
+        state=None if before is None else case.file(folder, world_size=before, kind="state"),
         save=case.file(folder, world_size=world_size, kind="state"),
     )
 
 
-def _store(case: Case, *, folder: Path, world_size: int) -> dist.FileStore:
+def _store(case: Case, *, folder: Path, world_size: int) -> Store:
     path = case.file(folder, world_size=world_size, kind="store")
-    return dist.FileStore(str(path), world_size)
+    return FileStore(str(path), world_size)

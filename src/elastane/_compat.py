@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 __all__ = [
+    "FileStore",
     "GradBucket",
     "PrefixStore",
     "Store",
@@ -40,6 +41,7 @@ foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[repor
 foreach_lerp_: Callable[..., None] = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
 foreach_mul_: Callable[..., None] = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm: Callable[..., list[torch.Tensor]] = torch._foreach_norm  # pyright: ignore
+FileStore = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]

@@ -74,6 +74,11 @@ _RESTARTED = (
     "the model is sharded, so no worker can do without the others: any change of the workers ends "
     "all of them, and all start again from the last checkpoint"
 )
+_GAIN_TOO_LARGE = (
+    "the model has SyncBatchNorm, which ties the workers' gradients to one another: the noise "
+    "measured between them is too large, and with it the gain, up to the scale itself; take "
+    "BatchNorm, or a rule that does not look at the gain, such as WarmUp(rule=Linear())"
+)
 
 
 def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
@@ -90,15 +95,17 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
     if sharded:
         sharding_of(model.inner, world_size=world.world_size)
     policy: BatchPolicy = given["batch"] or LocalBatch(given["base_batch_size"])
+    waits_in_forward = jointly.communicates_in_forward(model)
+    most_workers = world.world_size if elastic is None else elastic.max_workers
     feed = Feed(
         given["dataset"],
         options=loader,
         policy=policy,
         world=world,
-        most_workers=world.world_size if elastic is None else elastic.max_workers,
+        most_workers=most_workers,
         loader_number=world.rank if launch is None else launch.worker,
         min_samples=replica.fewest_samples(model),
-        level=jointly.communicates_in_forward(model),
+        level=waits_in_forward,
         in_step=sharded,
     )
     num_steps = arguments.base_steps(
@@ -116,6 +123,8 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         measuring=measuring,
         num_groups=len(arguments.parameter_groups(optimizer, per=measuring.per)),
     )
+    if waits_in_forward and most_workers > 1 and controller.depends_on_gain(2.0):
+        warnings.warn(_GAIN_TOO_LARGE, stacklevel=4)
     stepper = Stepper(
         optimizer,
         model=model.inner,

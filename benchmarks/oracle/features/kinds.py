@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,10 @@ def _checkpointed(model: nn.Module, *, reentrant: bool) -> nn.Module:
     return Checkpointed(model, reentrant=reentrant)
 
 
+def _compiled(model: nn.Module) -> nn.Module:
+    return cast("nn.Module", torch.compile(model, backend="aot_eager"))
+
+
 def _first_joins_and_last_leaves(name: str, step: int) -> bool:
     return step >= 10 if name.startswith("0.") else step < 30 or name == "2.bias"
 
@@ -60,7 +65,7 @@ FEATURES = (
     ),
     Feature(
         name="compiled model",
-        form=Form(batch=grid_of(4), wrap=partial(torch.compile, backend="aot_eager")),
+        form=Form(batch=grid_of(4), wrap=_compiled),
     ),
     Feature(
         name="BatchNorm",
