@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 GRID = GlobalBatch(24, micro_batches=6)  # steps that don't depend on the number of ranks
 
 
-def resumed(kind: str, world_size: int, folder: Path, steps: int, total: float) -> dict[str, Any]:
-    """Go on for so many steps from what the folder holds; one checkpoint is due at each fifth."""
+def resumed(
+    kind: str, world_size: int, folder: Path, *, steps: int, total: float, every: int
+) -> dict[str, Any]:
+    """Go on for so many steps from what the folder holds."""
     model = build(seed=1 if list(folder.glob("step-*")) else 0)
     if kind != "bare":
         model = shard(model, kind, world_size=world_size)
@@ -33,7 +36,7 @@ def resumed(kind: str, world_size: int, folder: Path, steps: int, total: float) 
         model,
         batch=GRID,
         num_steps=total,
-        checkpoint=Checkpointing(every_s=None, every_steps=5, folder=folder),
+        checkpoint=Checkpointing(every_s=None, every_steps=every, folder=folder),
         stateful={"average": average},
     )
     with session:
@@ -90,10 +93,9 @@ torch.save({"weights": weights, "momenta": momenta}, out)
 """
 
 
-def run(kind: str, world_size: int, *arguments: Any, folder: Path) -> list[dict[str, Any]]:
-    return run_workers(
-        resumed, kind, world_size, *arguments, world_size=world_size, folder=folder, timeout_s=600
-    )
+def run(kind: str, world_size: int, kept: Path, **options: Any) -> list[dict[str, Any]]:
+    work = partial(resumed, kind, world_size, kept, **options)
+    return run_workers(work, world_size=world_size, folder=kept.parent, timeout_s=600)
 
 
 def test_a_sharded_run_goes_on_with_another_number_of_ranks_and_loads_without_elastane(
@@ -103,7 +105,7 @@ def test_a_sharded_run_goes_on_with_another_number_of_ranks_and_loads_without_el
     wanted = oracle(GRID, world_size=1, steps=40)
     done, position, average = 0, 0, weights_of(build())
     for kind, world_size in (("fsdp", 2), ("fsdp", 3), ("fsdp", 2), ("bare", 1)):
-        records = run(kind, world_size, kept, 10, 1e9, folder=tmp_path)
+        records = run(kind, world_size, kept, steps=10, total=1e9, every=10)
         for record in records:
             assert record["before"] == position
             assert torch.equal(record["weights"], records[0]["weights"])
@@ -137,7 +139,7 @@ IMPORTS = "from torch import nn\nFLOAT64 = torch.float64\n\n"
 
 def test_a_sharded_run_of_two_copies_ends_with_a_last_checkpoint(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    records = run("hsdp", 4, kept, 1000, 12.0, folder=tmp_path)
+    records = run("hsdp", 4, kept, steps=1000, total=12.0, every=5)
     steps = len(records[0]["gain"])
     newest = CheckpointStore(kept).newest()
     assert newest is not None
