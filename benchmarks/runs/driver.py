@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _ROOT = Path(__file__).parents[2]
-_PROGRAM = ("src", "benchmarks")
+_PROGRAM = ("src", "benchmarks", ":!benchmarks/results")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
