@@ -15,22 +15,33 @@ from torch import Tensor, nn
 from elastane._compat import foreach_lerp_
 from elastane.errors import ArgumentError, StateError, check_choice, describe
 
-__all__ = ["WeightAverage", "averaging_weight"]
+__all__ = ["AveragedStep", "WeightAverage", "averaging_weight"]
 
 _VERSION = 1
 
 
-class _Step(Protocol):
-    """What is asked of a step's result."""
+class AveragedStep(Protocol):
+    """What is asked of a step's result: `elastane.StepResult` has it."""
 
     @property
-    def position(self) -> int: ...
+    def position(self) -> int:
+        """Committed samples of the stream after the step."""
+        ...
+
     @property
-    def progress(self) -> float: ...
+    def progress(self) -> float:
+        """Base steps after the step."""
+        ...
+
     @property
-    def scale(self) -> float: ...
+    def scale(self) -> float:
+        """Base batches in the step."""
+        ...
+
     @property
-    def batch_samples(self) -> int: ...
+    def batch_samples(self) -> int:
+        """Samples in the step."""
+        ...
 
 
 def averaging_weight(decay: float, *, base_steps: float) -> float:
@@ -88,7 +99,7 @@ class WeightAverage:
         self.weights: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update(self, result: _Step | None) -> None:
+    def update(self, result: AveragedStep | None) -> None:
         """Take the weights after a step up.
 
         Args:
