@@ -16,6 +16,7 @@ from typing import Any
 
 ELASTANE = [sys.executable, "-m", "elastane"]
 TIME_LIMIT_S = 200
+POLL_S = 0.4  # each look starts a process, beside workers that want the processors
 
 
 def run_with_changes(folder: Path, *, num_steps: int, seed: int) -> dict[str, Any]:
@@ -63,4 +64,4 @@ def _wait_for_progress(job: str, progress: float, *, launcher: subprocess.Popen[
     while (_status(job)["progress"] or 0.0) < progress:
         if launcher.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"the elastic run stopped before base step {progress:g}")
-        time.sleep(0.05)
+        time.sleep(POLL_S)
