@@ -21,7 +21,7 @@ from elastane.plots import plot_runs
 from examples.digits.changes import run_with_changes
 from examples.digits.train import folder_name
 
-NUM_STEPS, QUICK_STEPS, QUICK_ELASTIC_STEPS = 2_500, 400, 800
+NUM_STEPS, QUICK_STEPS, QUICK_ELASTIC_STEPS = 2_500, 300, 800
 RUNS = ("adascale:16", "linear:16", "adascale:64", "linear:64")
 HEAD = (
     *("S", "batch", "rule"),
