@@ -10,21 +10,19 @@ epoch. The last row is there for scale: numpy's own shuffle of a million, which 
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import click
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.output import write_json
 from elastane.permutation import permute_range
 
 COUNT = 65_536
@@ -117,11 +115,7 @@ def main(json_path: str | None, rounds: int) -> None:
         "machine": platform.machine(),
         "rows": rows,
     }
-    text = json.dumps(result, indent=2) + "\n"
-    if json_path == "-":
-        sys.stdout.write(text)
-    else:
-        Path(json_path).write_text(text, encoding="utf-8")
+    write_json(result, path=json_path)
 
 
 if __name__ == "__main__":

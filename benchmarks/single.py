@@ -11,14 +11,11 @@ buffer in its place, which would need no memory.
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import click
@@ -28,6 +25,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.output import write_json
 from elastane import __version__
 from elastane.layers import LayerNorms
 from elastane.noise import (
@@ -349,11 +347,7 @@ def main(json_path: str | None, seeds: int, steps: int, digits_steps: int) -> No
         rows = digits_rows(scale, num_steps=digits_steps, seed=0)
         result["digits"] += rows
         console.print(draw(f"Digits beside two samples, goal {GOAL_DIGITS:g}", rows))
-    text = json.dumps(result, indent=2) + "\n"
-    if json_path == "-":
-        sys.stdout.write(text)
-    elif json_path is not None:
-        Path(json_path).write_text(text, encoding="utf-8")
+    write_json(result, path=json_path)
 
 
 if __name__ == "__main__":

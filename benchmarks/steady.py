@@ -9,7 +9,6 @@ to the first says how much of a difference is noise.
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import subprocess
@@ -26,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.output import write_json
 from benchmarks.resize.digits import write_digits
 from benchmarks.resize.job import ROOT, WORKER, Tail, ending_on_sigterm, worker_environment
 from benchmarks.resize.measure import Line, steps_of
@@ -182,11 +182,7 @@ def main(json_path: str | None, pairs: int, steps: int, parameters: int) -> None
         },
     }
     console.print(draw(result))
-    text = json.dumps(result, indent=2) + "\n"
-    if json_path == "-":
-        sys.stdout.write(text)
-    elif json_path is not None:
-        Path(json_path).write_text(text, encoding="utf-8")
+    write_json(result, path=json_path)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""Blocking actions of a group: what they return, and that nobody waits for one that failed."""
+"""Waiting for a group: what comes of it, that nobody waits for ever, and who lets go of what."""
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
+from threading import Thread
+
 import pytest
+from torch.futures import Future
 
 from elastane.errors import CommunicationError
 from elastane.peers import Breaker
@@ -39,3 +44,33 @@ def test_what_was_given_up_is_not_begun():
     breaker.give_up("a peer died")
     with pytest.raises(CommunicationError, match="a peer died"):
         breaker.call(raising(AssertionError))
+
+
+class Work:
+    """An operation that ends when its future does."""
+
+    def __init__(self):
+        self.future = Future()
+
+    def get_future(self):
+        return self.future
+
+
+class Held:
+    """Stands for what refers to a group."""
+
+    def told(self, why):
+        return why
+
+
+def test_the_groups_own_thread_lets_go_of_the_group_before_who_waits_goes_on():
+    work, held = Work(), Held()
+    alive = weakref.ref(held)
+    ended = Breaker().watch(work, partial(Held.told, held), on_host=True)
+    is_alive = ended.then(lambda _: alive() is not None)
+    del held
+
+    Thread(target=work.future.set_result, args=(None,)).start()
+
+    assert is_alive.wait() is False
+    assert ended.value() is None

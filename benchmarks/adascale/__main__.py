@@ -19,6 +19,7 @@ from rich.table import Table
 
 from benchmarks.adascale.plan import SCHEDULES_TASK, TASKS, Plan, make_plan, random_runs
 from benchmarks.adascale.rows import curves, gains, make_rows, schedules, traces
+from benchmarks.output import write_json
 from benchmarks.resize.job import ending_on_sigterm
 from benchmarks.runs.driver import (
     Request,
@@ -28,7 +29,6 @@ from benchmarks.runs.driver import (
     run_plan,
     shared_options,
     whole_numbers,
-    write,
 )
 from benchmarks.runs.figures import shown
 from benchmarks.runs.ledger import Ledger, Run
@@ -98,7 +98,7 @@ def main(
             run_plan(real, request=alone, ledger=ledger, module=_MODULE, console=console)
     result = summary(plan, runs=[*plan.runs, *real], ledger=ledger, missing=missing)
     console.print(draw(result["rows"]))
-    write(result, path=json_path)
+    write_json(result, path=json_path)
 
 
 if __name__ == "__main__":

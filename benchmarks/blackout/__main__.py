@@ -37,6 +37,7 @@ from benchmarks.blackout.job import Job
 from benchmarks.blackout.run import Round, Rounds, prepare
 from benchmarks.chaos.audit import audit, orphans
 from benchmarks.launched import JobError
+from benchmarks.output import write_json
 
 _NUM_INTERVALS, _NUM_INTERVALS_A_KILL = 15, 10  # in base steps, of which a step makes up to 4
 
@@ -142,8 +143,7 @@ def main(kills: int, json_path: str, out: Path | None, **given: Any) -> None:
         if folder.exists():
             raise click.BadParameter(f"{folder} exists: each run needs a folder of its own")
         result = blackout(folder, kills=kills, **given)
-    text = json.dumps(result, indent=2) + "\n"
-    sys.stdout.write(text) if json_path == "-" else Path(json_path).write_text(text)
+    write_json(result, path=json_path)
     sys.exit(0 if keeps_promises(result, kills=kills) else 1)
 
 

@@ -9,7 +9,6 @@ The kinds of events are listed in `benchmarks.chaos.events`, the audit's rules i
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import signal
@@ -23,6 +22,7 @@ import click
 
 from benchmarks.chaos.job import Job
 from benchmarks.chaos.run import Run, prepare, run_chaos
+from benchmarks.output import write_json
 
 _STALL_MARGIN_S = 1.0
 _ONLY_FOR_THE_PICTURE = ("sizes", "stalls", "ended")
@@ -74,8 +74,7 @@ def main(
 
             draw(folder, result, path=picture)
     shown = {name: result[name] for name in result if name not in _ONLY_FOR_THE_PICTURE}
-    text = json.dumps(shown, indent=2) + "\n"
-    sys.stdout.write(text) if json_path == "-" else Path(json_path).write_text(text)
+    write_json(shown, path=json_path)
     sys.exit(0 if keeps_promises(result) else 1)
 
 

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.dynamic_sgd.grid import TASKS, make_plan
 from benchmarks.dynamic_sgd.rows import courses, make_rows, noises, on_workers
+from benchmarks.output import write_json
 from benchmarks.resize.job import ending_on_sigterm
 from benchmarks.runs.driver import (
     Request,
@@ -30,7 +31,6 @@ from benchmarks.runs.driver import (
     run_plan,
     shared_options,
     whole_numbers,
-    write,
 )
 from benchmarks.runs.figures import shown
 
@@ -94,7 +94,7 @@ def main(
         "courses": courses(plan, ledger=ledger),
     }
     console.print(draw(result["rows"]))
-    write(result, path=json_path)
+    write_json(result, path=json_path)
 
 
 if __name__ == "__main__":

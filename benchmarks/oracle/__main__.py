@@ -11,9 +11,7 @@ they moved. Exit status 1 says that a row is not within its bound.
 
 from __future__ import annotations
 
-import json
 import platform
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +24,7 @@ from rich.table import Table
 from benchmarks.oracle.features import FEATURES
 from benchmarks.oracle.rows import Row, compare, failed
 from benchmarks.oracle.worker import Case, carry_out, errors_of, records_of
+from benchmarks.output import write_json
 from benchmarks.resize.job import ending_on_sigterm
 from elastane import __version__
 
@@ -111,11 +110,7 @@ def main(
             "machine": platform.machine(),
         },
     }
-    text = json.dumps(result, indent=2) + "\n"
-    if json_path == "-":
-        sys.stdout.write(text)
-    elif json_path is not None:
-        Path(json_path).write_text(text, encoding="utf-8")
+    write_json(result, path=json_path)
     if not all(row.ok for row in rows):
         raise SystemExit(1)
 

@@ -11,9 +11,7 @@ of a second before it was stopped. `undisturbed` is the same measure where nothi
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -23,6 +21,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from benchmarks.output import write_json
 from benchmarks.resize.digits import write_digits
 from benchmarks.resize.job import RunningJob, ending_on_sigterm
 from benchmarks.resize.ledger import Ledger
@@ -167,11 +166,7 @@ def main(
     with ending_on_sigterm():
         result = measure_all(plan, ledger=ledger, console=console)
     console.print(draw(result))
-    text = json.dumps(result, indent=2) + "\n"
-    if json_path == "-":
-        sys.stdout.write(text)
-    elif json_path is not None:
-        Path(json_path).write_text(text, encoding="utf-8")
+    write_json(result, path=json_path)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ Knows plans and ledgers; nothing of what is compared.
 
 from __future__ import annotations
 
-import json
 import platform
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +31,6 @@ __all__ = [
     "run_plan",
     "shared_options",
     "whole_numbers",
-    "write",
 ]
 
 _ROOT = Path(__file__).parents[2]
@@ -195,15 +192,6 @@ def facts(ledger: Ledger, runs: Sequence[Run], *, missing: Mapping[str, str]) ->
             "machine": platform.machine(),
         },
     }
-
-
-def write(result: Mapping[str, Any], *, path: str | None) -> None:
-    """Write a result as JSON, or to standard output for `-`."""
-    text = json.dumps(result, indent=1) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-    elif path is not None:
-        Path(path).write_text(text, encoding="utf-8")
 
 
 def _commit() -> str:
