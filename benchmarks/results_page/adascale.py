@@ -108,8 +108,8 @@ def _reason(row: Row, *, base: Row) -> str:
     )
     if row["train_loss_mean"] <= base["train_loss_mean"]:
         return (
-            f"{ends}. Training comes as far or farther, so the gain does not overrate the batch; "
-            "the model generalises less well with less gradient noise."
+            f"{ends}. Training comes as far or farther: what is lost is not progress, but how the "
+            "model does on samples that it has not seen."
         )
     memories = [one["steps_mean"] * (1 - one["momentum"]) for one in (row, base)]
     return (
