@@ -17,6 +17,7 @@ from elastane.errors import CommunicationError, UnsupportedError, UsageError
 from elastane.measurement import Measurement, read_measurement
 from elastane.norms import Run, runs_of_groups, squared_norm_of_all, squared_norms_of_runs
 from elastane.peers import Peers
+from elastane.window import Window
 
 __all__ = ["Extra", "GradientTap", "as_vector"]
 
@@ -24,7 +25,7 @@ Extra = float | Tensor
 """A value to be summed over the ranks with the step's statistics."""
 
 
-class GradientTap:
+class GradientTap(Window):
     r"""Turns micro-batch gradients into `sum b_i g_i / B` and their squared norms.
 
     A window is one optimizer step. For each micro-batch of this worker: `begin_micro_batch`,
@@ -57,7 +58,6 @@ class GradientTap:
         extras: Callable[[], Sequence[Extra]] | None = None,
     ) -> None:
         self._extras = extras
-        self._peers: Peers | None = None
         self._finds_unused = self._has_bucket_views = False
         self.set_groups(groups)
         self.begin(batch_samples=1.0)
@@ -90,57 +90,18 @@ class GradientTap:
         self.begin(batch_samples=1.0)
 
     @property
-    def is_alone(self) -> bool:
-        """Whether the steps are this process's own."""
-        return self._peers is None
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the mean gradient lies in `p.grad`."""
-        return self._settled is not None
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the group broke in this window."""
-        return self._failure is not None
-
-    @property
     def has_set_aside(self) -> bool:
         """Whether gradients of inner micro-batches wait for the last one."""
         return bool(self._set_aside)
 
-    def note_failure(self, cause: str) -> None:
-        """Take the window for broken: `settle` will raise."""
-        self._failure = cause
-
     def begin(self, *, batch_samples: float, measure: bool = True) -> None:
-        """Open a window.
-
-        Args:
-            batch_samples: `B`, samples of the step over all workers.
-            measure: whether to take the moments; flags and extras are reduced in any case.
-        """
-        self._batch_samples = float(batch_samples)
-        self._measure = measure
-        self._weight = 0.0
-        self._total_weight = 0.0
-        self._num_gradients = 0
+        """Open a window (see `elastane.window.Window.begin`)."""
+        super().begin(batch_samples=batch_samples, measure=measure)
         self._set_aside: dict[int, Tensor] = {}
         self._local: list[Tensor] = []
         self._means: dict[int, Tensor] = {}
         self._small: tuple[Tensor, dist.Work | None] | None = None
-        self._failure: str | None = None
         self._reduced_twice = False
-        self._settled: Measurement | None = None
-
-    def begin_micro_batch(self, weight: float) -> None:
-        """Announce a micro-batch, or change its weight before its backward.
-
-        Args:
-            weight: `b_i`: its samples, or another weight of its mean loss; 0 takes part in the
-                communication alone.
-        """
-        self._weight = float(weight)
 
     def set_aside(self) -> None:
         """Take the gradient of an inner micro-batch out of `p.grad` and keep it, weighted.
@@ -225,8 +186,7 @@ class GradientTap:
         return gradients
 
     def _count_local(self, gradients: dict[Tensor, Tensor]) -> None:
-        self._total_weight += self._weight
-        self._num_gradients += self._weight > 0
+        self._count()
         if self._measure and self._weight:
             self._local.append(self._grouped_sqr_norms(gradients) * self._weight)
 
@@ -273,8 +233,7 @@ class GradientTap:
         measured = partial(self._measure_mean, bucket.index(), buffer, runs)
         future = self._all_reduce(buffer, then=measured)
         if bucket.is_last():
-            self._total_weight += self._weight
-            self._num_gradients += self._weight > 0
+            self._count()
             self._launch_small(buffer.device)
         return future
 

@@ -20,11 +20,12 @@ from elastane.peers import Peers
 from elastane.replica import Replica
 from elastane.sharded_unit import Unit
 from elastane.sharding import Sharding, local_of, sharding_of, units_of
+from elastane.window import Window
 
 __all__ = ["ShardedTap", "ShardedWrapping"]
 
 
-class ShardedTap:
+class ShardedTap(Window):
     """Turns micro-batch gradients into shards of `sum b_i g_i / B` and their squared norms.
 
     Called like `elastane.gradients.GradientTap`. FSDP hands each unit's whole local gradient to
@@ -51,7 +52,6 @@ class ShardedTap:
         extras: Callable[[], Sequence[Extra]] | None = None,
     ) -> None:
         self._extras = extras
-        self._peers: Peers | None = None
         self._counts_means = True
         self._units: list[Unit] = []
         self.set_groups(groups)
@@ -99,41 +99,12 @@ class ShardedTap:
         self._peers, self._units = None, []
         self.begin(batch_samples=1.0)
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether the steps are this process's own."""
-        return self._peers is None
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the mean gradient's shard lies in `p.grad`."""
-        return self._settled is not None
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the group broke in this window."""
-        return self._failure is not None
-
     def begin(self, *, batch_samples: float, measure: bool = True) -> None:
-        """Open a window.
-
-        Args:
-            batch_samples: `B`, samples of the step over all workers.
-            measure: whether to take the moments; flags and extras are reduced in any case.
-        """
-        self._batch_samples = float(batch_samples)
-        self._measure = measure
-        self._weight = self._total_weight = 0.0
-        self._num_gradients = 0
+        """Open a window (see `elastane.window.Window.begin`)."""
+        super().begin(batch_samples=batch_samples, measure=measure)
         self._local: list[tuple[int, Tensor]] = []
         self._reduced: set[Unit] = set()
-        self._failure: str | None = None
         self._reduced_twice = ""
-        self._settled: Measurement | None = None
-
-    def begin_micro_batch(self, weight: float) -> None:
-        """Announce a micro-batch, or change its weight before its backward."""
-        self._weight = float(weight)
 
     def set_aside(self) -> None:
         """End an inner micro-batch, whose gradient has been added to `p.grad` already.
@@ -167,8 +138,7 @@ class ShardedTap:
         if not self._reduced:
             raise UsageError(_NO_BACKWARD)
         self._reduced.clear()
-        self._total_weight += self._weight
-        self._num_gradients += self._weight > 0
+        self._count()
 
     def take(self, unit: Unit, gradient: Tensor) -> None:
         """Measure a unit's whole local gradient, and give it its weight in the mean."""
@@ -181,10 +151,6 @@ class ShardedTap:
         if self._measure:
             self._local.append((unit.group, squared_norm(gradient) * self._weight))
         gradient.mul_(self._weight / self._batch_samples)
-
-    def note_failure(self, cause: str) -> None:
-        """Take the window for broken: `settle` will raise."""
-        self._failure = cause
 
     @torch.no_grad()
     def _read(self, loss_scale: Extra) -> Measurement:
