@@ -33,6 +33,7 @@ __all__ = [
     "note_overflow",
     "note_step",
     "rebuild_buckets",
+    "remove_hooks",
     "rendezvous",
     "shut_down_loader",
 ]
@@ -69,6 +70,14 @@ def rebuild_buckets(wrapper: DistributedDataParallel) -> bool:
     was_done = wrapper.reducer._rebuild_buckets()
     wrapper._has_rebuilt_buckets = wrapper._has_rebuilt_buckets or was_done
     return was_done
+
+
+def remove_hooks(wrapper: DistributedDataParallel) -> None:
+    """Take a wrapper's hooks off the model's gradients, as its end does.
+
+    While a thread is caught in `rebuild_buckets` the hooks wait for it, and with them any backward.
+    """
+    wrapper._remove_autograd_hooks()
 
 
 def loss_scale(scaler: GradScaler) -> float | torch.Tensor | None:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from elastane import replica
-from elastane._compat import rebuild_buckets
+from elastane._compat import rebuild_buckets, remove_hooks
 from elastane.batching import World
 from elastane.gradients import GradientTap
 from elastane.peers import Peers
@@ -161,7 +161,8 @@ class Wrapping:
         self._tap = tap
         self._ddp = dict(ddp)
         self._trainable: frozenset[int] = frozenset()
-        self._unsettled: DistributedDataParallel | None = None
+        self._wrapper: DistributedDataParallel | None = None
+        self._is_settled = True
         self.peers: Peers | None = None
 
     @property
@@ -200,11 +201,12 @@ class Wrapping:
         Raises:
             CommunicationError: the group broke.
         """
-        wrapper, peers = self._unsettled, self.peers
-        if wrapper is None or peers is None:
+        wrapper, peers = self._wrapper, self.peers
+        if wrapper is None or peers is None or self._is_settled:
             return
-        if peers.call(lambda: rebuild_buckets(wrapper), on_host=self.device.type == "cpu"):
-            self._unsettled = None
+        self._is_settled = peers.call(
+            lambda: rebuild_buckets(wrapper), on_host=self.device.type == "cpu"
+        )
 
     def merge_statistics(self, *, counted: bool = True) -> None:
         """Give all workers the same running statistics of BatchNorm.
@@ -234,13 +236,15 @@ class Wrapping:
         self._tap.attach(wrapper, peers=peers)
         self.model.use(wrapper, on_failure=self._tap.note_failure)
         self._trainable = self._now_trainable()
-        self._unsettled = None if wrapper.find_unused_parameters else wrapper
+        self._wrapper, self._is_settled = wrapper, wrapper.find_unused_parameters
 
     def _unwrap(self) -> None:
+        if self._wrapper is not None:
+            remove_hooks(self._wrapper)
         self.model.use(None)
         self._tap.detach()
         self._trainable = frozenset()
-        self._unsettled = None
+        self._wrapper = None
 
 
 def backend_of(device: torch.device) -> str:
