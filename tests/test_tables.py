@@ -32,6 +32,7 @@ from benchmarks.dynamic_sgd.workers import change_on_workers
 from benchmarks.results_page import adascale as adascale_section
 from benchmarks.results_page.__main__ import write_page
 from benchmarks.results_page.verdicts import default_against_jump, judge_scales
+from benchmarks.runs import subject as subjects
 from benchmarks.runs.calibration import predicted_s
 from benchmarks.runs.driver import available
 from benchmarks.runs.ledger import Entry, Ledger, Run
@@ -311,6 +312,27 @@ def test_a_scaled_batch_deals_a_base_batch_to_each_emulated_worker_and_can_chang
     assert policy.batch_samples(3) == 48
     last = policy.deal(0, 48, world=World(rank=2, world_size=3), min_samples=1)
     assert last == [(32, 40), (40, 48)]
+
+
+def test_a_scaled_batch_takes_workers_together_whose_own_gradients_nobody_wants():
+    together = ScaledBatch(8, scale=40, most_samples=128)
+    assert together.deal(0, 320, world=World(), min_samples=1) == [(0, 107), (107, 214), (214, 320)]
+    together.scale = 2
+    assert together.deal(0, 16, world=World(), min_samples=1) == [(0, 16)]
+
+
+@pytest.mark.parametrize("scale", [4, 40])
+def test_workers_that_are_taken_together_train_the_same_weights(scale, monkeypatch):
+    def weights():
+        conditions = Conditions(seed=0, rule=Linear(), scale=scale, measure=False)
+        bench = set_up(subject(), conditions)
+        with bench.session:
+            list(islice(steps_of(bench), 5))
+        return torch.cat([p.detach().flatten() for p in bench.model.parameters()])
+
+    together = weights()
+    monkeypatch.setattr(subjects, "_MOST_SAMPLES", 0)
+    torch.testing.assert_close(together, weights(), rtol=1e-5, atol=1e-7)
 
 
 def test_the_scale_changes_where_the_run_has_come_to_the_parts_asked_for():

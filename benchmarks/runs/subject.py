@@ -14,6 +14,7 @@ from typing import Any
 import click
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
 from benchmarks.tasks import load_task
@@ -72,11 +73,16 @@ class ScaledBatch:
         base_batch_size: samples of a worker.
         scale: number of workers; may be set anew between two steps.
         split: micro-batches that each worker's samples are split into.
+        most_samples: of several workers that are computed as one micro-batch; their own
+            gradients are not to be had then.
     """
 
-    def __init__(self, base_batch_size: int, *, scale: int, split: int = 1) -> None:
+    def __init__(
+        self, base_batch_size: int, *, scale: int, split: int = 1, most_samples: int = 0
+    ) -> None:
         self._base_batch_size = base_batch_size
         self._split = split
+        self._together = max(most_samples // base_batch_size, 1)
         self.scale = scale
 
     def batch_samples(self, world_size: int) -> int:
@@ -90,9 +96,10 @@ class ScaledBatch:
     def deal(
         self, start: int, stop: int, *, world: World, min_samples: int
     ) -> Sequence[tuple[int, int]]:
-        """Return a micro-batch for each emulated worker, or so many as it is split into."""
+        """Return a micro-batch for each emulated worker, unless they are split or together."""
         samples = self._base_batch_size * self.scale
-        now = LocalBatch(samples, micro_batches=self.scale * self._split)
+        count = math.ceil(self.scale * self._split / self._together)
+        now = LocalBatch(samples, micro_batches=count)
         return now.deal(start, stop, world=world, min_samples=min_samples)
 
 
@@ -155,6 +162,7 @@ class Bench:
 
 _ENDLESS = 1e9
 _NEVER = 10**9
+_MOST_SAMPLES = 128  # the mean gradient of many small batches, in a third of the time
 
 
 def set_up(subject: Subject, conditions: Conditions) -> Bench:
@@ -169,7 +177,12 @@ def set_up(subject: Subject, conditions: Conditions) -> Bench:
         momentum=momentum,
         weight_decay=recipe.weight_decay,
     )
-    batch = ScaledBatch(recipe.base_batch_size, scale=conditions.scale, split=conditions.split)
+    batch = ScaledBatch(
+        recipe.base_batch_size,
+        scale=conditions.scale,
+        split=conditions.split,
+        most_samples=0 if conditions.measure or _has_batch_norm(model) else _MOST_SAMPLES,
+    )
     session = Session(
         model,
         optimizer=optimizer,
@@ -191,6 +204,11 @@ def set_up(subject: Subject, conditions: Conditions) -> Bench:
         progress_bar=False,
     )
     return Bench(subject=subject, model=model, optimizer=optimizer, batch=batch, session=session)
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    """Return whether a sample's gradient depends on who else is in its micro-batch."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def _schedule(recipe: Recipe, *, held_at: float | None) -> Callable[[float], float]:
