@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from typing import Any, Protocol
 
@@ -103,6 +103,9 @@ class StepResult:
         return cls(**{**state, "moments": None if moments is None else Moments(**moments)})
 
 
+_TOLD = tuple(one.name for one in fields(StepResult) if one.name != "moments")
+
+
 class Run(Protocol):
     """What a reporter wants to know of a run when it ends."""
 
@@ -144,8 +147,8 @@ class Reporter:
         self._progress_bar = progress_bar
         self._own_sinks: list[Sink] = []
         self._telemetry = Telemetry([])
-        self._held: dict[str, Any] | None = None
-        self._settled: dict[str, Any] | None = None
+        self._held: tuple[StepResult, int] | None = None
+        self._settled: tuple[StepResult, int] | None = None
         self._change: dict[str, Any] | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._started = self._last = time.perf_counter()
@@ -197,7 +200,7 @@ class Reporter:
                 **self._facts,
             )
         if self._settled is not None:  # who was rank 0 may have died before it told this one
-            self._telemetry.emit("step", **self._settled)
+            self._tell_step(*self._settled)
 
     def _close(self, *, everything: bool) -> None:
         """Stop to tell; the sinks that were given to us are closed only when the run is over."""
@@ -244,27 +247,33 @@ class Reporter:
         )
         self._tell_change(seconds)
         self._seconds.append(seconds)
-        self._hold(result, epoch=plan.epoch)
+        self.last, self._held = result, (result, plan.epoch)
         return result
 
     def adopt(self, result: StepResult | None, *, epoch: int) -> None:
         """Take another worker's result of the last step for one's own."""
-        self._held = None
-        if result is not None:
-            self._hold(result, epoch=epoch)
+        self._held = None if result is None else (result, epoch)
+        self.last = result or self.last
 
     def settled(self, step: int) -> None:
         """Tell the step that was held back, or forget it if it has become void."""
         held, self._held = self._held, None
-        if held is not None and held["step"] <= step:
+        if held is not None and held[0].step <= step:
             self._settled = held
-            self._telemetry.emit("step", **held)
+            self._tell_step(*held)
 
-    def _hold(self, result: StepResult, *, epoch: int) -> None:
-        self.last = result
-        fields: dict[str, Any] = asdict(result)
-        moments = fields.pop("moments") or {"variance": None, "sqr_norm": None}
-        self._held = {**fields, **moments, "noise_scale": result.noise_scale, "epoch": epoch}
+    def _tell_step(self, result: StepResult, epoch: int) -> None:
+        if self._telemetry.enabled:
+            values = {name: getattr(result, name) for name in _TOLD}
+            moments = result.moments
+            self._telemetry.emit(
+                "step",
+                **values,
+                variance=None if moments is None else moments.variance,
+                sqr_norm=None if moments is None else moments.sqr_norm,
+                noise_scale=result.noise_scale,
+                epoch=epoch,
+            )
 
     def _tell_change(self, seconds: float) -> None:
         """Tell a change of membership once its pause is known: with the first step after it."""

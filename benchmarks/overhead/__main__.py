@@ -1,0 +1,154 @@
+"""What a step costs under elastane and its peers, over a plain step of the same model.
+
+    python -m benchmarks.overhead [--json PATH|-] [--model NAME] [--method NAME] [--rounds N]
+
+Each comparison holds all methods in one process (or two, over gloo), each with its own copy of the
+model. In a round each makes a block of some steps; ratios to plain are taken round by round. All
+numbers are processor time of all workers, but for `wall_ratio`. `floor` is a plain step that reads
+each micro-gradient and the mean gradient once, by the kernel that elastane measures with.
+`scripts/peers` installs the libraries that are compared with; without it their rows are missing.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.output import write_json
+from benchmarks.overhead.methods import ADAPTDL, METHODS, PLAIN, find_peers, missing
+from benchmarks.overhead.models import SUBJECTS
+from benchmarks.overhead.rounds import Comparison, compare
+from benchmarks.overhead.statistics import ratio_row
+from elastane import __version__
+
+Row = dict[str, Any]
+
+_AGAIN = "plain again"
+FORMS = ((1, 2), (2, 1), (2, 4))
+"""Processes and micro-batches a worker."""
+FACTORS = (1, 8)
+
+
+def comparisons(
+    models: Sequence[str], methods: Sequence[str], *, rounds: int
+) -> Iterator[Comparison]:
+    """Yield what is compared; AdaptDL by itself, as it has threads of its own."""
+    together = [name for name in methods if name != ADAPTDL]
+    alone = [PLAIN, _AGAIN, ADAPTDL] if ADAPTDL in methods else []
+    for model in models:
+        for factor in FACTORS:
+            for processes, micro_batches in FORMS:
+                if factor != 1 and micro_batches == 4:
+                    continue
+                for group in (together, alone):
+                    fitting = [
+                        name
+                        for name in group
+                        if missing(name, processes=processes, micro_batches=micro_batches) is None
+                    ]
+                    if group and fitting != [PLAIN, _AGAIN]:
+                        yield Comparison(
+                            model=model,
+                            batch=SUBJECTS[model].batch * factor,
+                            processes=processes,
+                            micro_batches=micro_batches,
+                            methods=fitting,
+                            rounds=rounds,
+                        )
+
+
+def rows_of(comparison: Comparison, found: dict[str, Any]) -> list[Row]:
+    """Return a row for each method of a comparison."""
+    parameters = sum(p.numel() for p in SUBJECTS[comparison.model].build().parameters())
+    times = found["times"]
+    plain = times[PLAIN]
+    return [
+        {
+            "model": comparison.model,
+            "params": parameters,
+            "batch": comparison.batch,
+            "processes": comparison.processes,
+            "micro_batches": comparison.micro_batches,
+            "method": method,
+            "beside": ADAPTDL if ADAPTDL in comparison.methods else None,
+            "block_steps": found["steps"],
+            **ratio_row(own["cpu"], own["wall"], plain_cpu=plain["cpu"], plain_wall=plain["wall"]),
+        }
+        for method, own in times.items()
+        if method != PLAIN
+    ]
+
+
+def gaps(methods: Sequence[str]) -> dict[str, str]:
+    """Return why methods are missing everywhere."""
+    found = {name: missing(name, processes=2, micro_batches=1) for name in methods}
+    return {name: why for name, why in found.items() if why is not None}
+
+
+def draw(rows: Sequence[Row]) -> Table:
+    """Return the rows as a table."""
+    table = Table(title="Processor time of a step over a plain one")
+    for name in ("model", "method"):
+        table.add_column(name)
+    for name in ("batch", "processes x micro", "median", "q1-q3", "95 %", "wall"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            *(row["model"], row["method"], str(row["batch"])),
+            f"{row['processes']} x {row['micro_batches']}",
+            f"{row['cpu_ratio']:.3f}",
+            f"{row['cpu_q1']:.3f}-{row['cpu_q3']:.3f}",
+            f"{row['cpu_low']:.3f}-{row['cpu_high']:.3f}"
+            + ("" if row["resolved"] else ", not resolved"),
+            f"{row['wall_ratio']:.3f}",
+        )
+    return table
+
+
+@click.command(help="Compare what a step costs.")
+@click.option("--json", "json_path", metavar="PATH|-", help="Write JSON here; - for stdout.")
+@click.option(
+    "--model", "models", multiple=True, type=click.Choice(list(SUBJECTS)), help="Repeatable."
+)
+@click.option(
+    "--method", "methods", multiple=True, type=click.Choice(list(METHODS)), help="Repeatable."
+)
+@click.option("--rounds", default=40, show_default=True, type=click.IntRange(2))
+def main(
+    json_path: str | None, models: tuple[str, ...], methods: tuple[str, ...], rounds: int
+) -> None:
+    find_peers()
+    console = Console(stderr=True)
+    chosen = [name for name in METHODS if not methods or name in {PLAIN, _AGAIN, *methods}]
+    for name, why in gaps(chosen).items():
+        console.print(f"{name}: {why}")
+    rows: list[Row] = []
+    for comparison in comparisons(models or tuple(SUBJECTS), chosen, rounds=rounds):
+        console.print(
+            f"{comparison.model}, batch {comparison.batch}, "
+            f"{comparison.processes} x {comparison.micro_batches} ..."
+        )
+        rows += rows_of(comparison, compare(comparison))
+    result = {
+        "benchmark": "overhead",
+        "rows": rows,
+        "missing": gaps(chosen),
+        "versions": {
+            "elastane": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+        },
+    }
+    console.print(draw(rows))
+    write_json(result, path=json_path)
+
+
+if __name__ == "__main__":
+    main()
