@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastane.controller import Measuring, StepController
+from elastane.controller import StepController
 from elastane.errors import ArgumentError, StateError
+from elastane.measuring import Measuring
 from elastane.momentum import MomentumRamp, NoiseMatchedRamp
 from elastane.noise import Moments, estimate_moments, gain, total_moments
 from elastane.scaling import AdamScale, AdaScale, Identity, Linear, WarmUp

@@ -13,7 +13,8 @@ from elastic_audit import audit, check_events, discarded
 from supervisor import Supervisor, supervising
 
 from elastane import Linear
-from elastane.controller import Measuring, StepController
+from elastane.controller import StepController
+from elastane.measuring import Measuring
 from elastane.momentum import MomentumRamp
 
 processes = pytest.mark.processes

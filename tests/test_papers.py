@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from elastane.controller import Measuring, StepController
+from elastane.controller import StepController
+from elastane.measuring import Measuring
 from elastane.momentum import MomentumRamp
 from elastane.noise import Moments, estimate_moments
 from elastane.scaling import AdaScale, Linear

@@ -407,7 +407,8 @@ def by_hand(seen, *, every=1):
             batch_samples=len(rows),
             num_gradients=len(rows),
         )
-        average = average.updated(sample, smoothing=max(1 - len(rows) / 8 / 1000, 0.9))
+        theta = max(1 - len(rows) / 8 / 1000, 0.9)
+        average = average.updated(sample, smoothing=theta ** (every if step else 1))
     return found
 
 

@@ -12,10 +12,10 @@ from elastane._version import __version__
 if TYPE_CHECKING:
     from elastane.averaging import WeightAverage
     from elastane.batching import GlobalBatch, LocalBatch
-    from elastane.controller import Measuring
     from elastane.data import LoaderOptions
     from elastane.durability import Checkpointing
     from elastane.evaluation import Evaluation
+    from elastane.measuring import Measuring
     from elastane.momentum import MomentumRamp, NoiseMatchedRamp
     from elastane.reporting import StepResult
     from elastane.scaling import LEGW, AdamScale, AdaScale, Identity, Linear, Sqrt, WarmUp
@@ -46,10 +46,10 @@ __all__ = [
 _HOMES = {
     "averaging": ("WeightAverage",),
     "batching": ("GlobalBatch", "LocalBatch"),
-    "controller": ("Measuring",),
     "data": ("LoaderOptions",),
     "durability": ("Checkpointing",),
     "evaluation": ("Evaluation",),
+    "measuring": ("Measuring",),
     "momentum": ("MomentumRamp", "NoiseMatchedRamp"),
     "reporting": ("StepResult",),
     "scaling": ("LEGW", "AdaScale", "AdamScale", "Identity", "Linear", "Sqrt", "WarmUp"),

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import LBFGS, Optimizer
 
 from elastane.batching import BatchPolicy
-from elastane.controller import Measuring
 from elastane.data import LoaderOptions
 from elastane.durability import Checkpointing
 from elastane.errors import (
@@ -25,6 +24,7 @@ from elastane.errors import (
     check_whole,
     describe,
 )
+from elastane.measuring import Measuring
 from elastane.scaling import AdaScale
 
 __all__ = ["base_steps", "check_optimizer", "check_session", "parameter_groups"]

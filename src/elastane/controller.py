@@ -11,47 +11,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from elastane import noise
-from elastane.errors import ArgumentError, StateError, check_choice, check_whole, describe
+from elastane.cadence import Cadence, gain_influence
+from elastane.errors import StateError
+from elastane.measuring import Measuring
 from elastane.momentum import Compensation, RampState
 from elastane.noise import MomentAverage, Moments
 from elastane.scaling import Rule, StepContext, apply_rule
 from elastane.single import Stopgap
 
-__all__ = ["Decision", "Measuring", "StepController"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measuring:
-    """How gradient statistics are taken and averaged.
-
-    Attributes:
-        averaging: `"debiased"`, or `"paper"` for a plain mean that turns into a moving average.
-        smoothing: theta between 0 and 1; by default it follows the scale, `max(1 - S/1000, 0.9)`.
-        every: measure every k-th step; in between, the moments of earlier steps serve.
-        current: let a step's own gradients take part in its gain, as fairscale and AdaptDL do.
-            By default the gain comes from earlier steps alone, as the paper reads, so that the
-            learning rate never depends on the gradient that it multiplies.
-        per: `"model"`: one gain (the paper's); `"param_group"`: a gain for each parameter group
-            of the optimizer. Progress always counts the whole model's gain.
-        single: what steps with a single gradient (one worker, one micro-batch) tell: `"layers"`,
-            the moments of layers that tell its samples' gradients apart; `"off"`, nothing.
-    """
-
-    averaging: str = "debiased"
-    smoothing: float | None = None
-    every: int = 1
-    current: bool = False
-    per: str = "model"
-    single: str = "layers"
-
-    def __post_init__(self) -> None:
-        check_choice("averaging", self.averaging, noise.AVERAGES)
-        check_choice("per", self.per, ("model", "param_group"))
-        check_choice("single", self.single, ("layers", "off"))
-        check_whole("every", self.every, at_least=1, way_out="1 measures each step.")
-        if self.smoothing is not None and not 0 <= self.smoothing < 1:
-            rule, way_out = "must be at least 0 and below 1", "None follows the scale."
-            raise ArgumentError(describe("smoothing", self.smoothing, rule=rule, way_out=way_out))
+__all__ = ["Decision", "StepController"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +45,7 @@ class Decision:
     single_share: float
     averages: tuple[MomentAverage, ...]
     stopgaps: tuple[Stopgap, ...]
+    cadence: Cadence
     ramps: tuple[RampState, ...]
 
 
@@ -110,6 +79,7 @@ class StepController:
         self._averages: tuple[MomentAverage, ...] = ()
         self._stopgaps: tuple[Stopgap, ...] = ()
         self._ramps: tuple[RampState, ...] = ()
+        self._cadence = Cadence()
         self.resize_groups(num_groups)
         self.progress = 0.0
         self.step = 0
@@ -122,7 +92,7 @@ class StepController:
     @property
     def wants_measurement(self) -> bool:
         """Whether the next step is one to measure."""
-        return self.step % self._measuring.every == 0
+        return self._cadence.is_due
 
     @property
     def takes_layers(self) -> bool:
@@ -164,13 +134,12 @@ class StepController:
         """
         scale = batch_samples / self._base_batch_size
         averages, stopgaps = self._updated(samples, scale=scale, single=single)
+        cadence = self._next_cadence(samples, scale=scale)
         seen = self._averages, self._stopgaps
         if self._measuring.current:
             seen = averages, stopgaps
-        pairs = zip(seen[0], seen[1], strict=True)
-        known = [stopgap.blended(average.read()) for average, stopgap in pairs]
-        present = [moments for moments in known if moments is not None]
-        model = noise.total_moments(present) if present else None
+        known = _read(*seen)
+        model = _total(known)
         context = self._context(model, batch_samples=batch_samples)
         whole = apply_rule(self._rule, context)
         targets = [whole.factor]
@@ -197,13 +166,14 @@ class StepController:
             single_share=max(stopgap.share for stopgap in seen[1]),
             averages=averages,
             stopgaps=stopgaps,
+            cadence=cadence,
             ramps=ramps,
         )
 
     def commit(self, decision: Decision) -> None:
         """Take a decision as carried out."""
         self._averages, self._stopgaps = decision.averages, decision.stopgaps
-        self._ramps = decision.ramps
+        self._cadence, self._ramps = decision.cadence, decision.ramps
         self.progress += decision.progress
         self.step += 1
 
@@ -212,8 +182,7 @@ class StepController:
     ) -> tuple[tuple[MomentAverage, ...], tuple[Stopgap, ...]]:
         if samples is None:
             return self._averages, self._stopgaps
-        theta = self._measuring.smoothing
-        theta = noise.smoothing(scale) if theta is None else theta
+        theta = self._smoothing(scale) ** self._cadence.elapsed
         each = list(zip(self._averages, self._stopgaps, samples, strict=True))
         if single:
             return self._averages, tuple(
@@ -222,6 +191,30 @@ class StepController:
             )
         averages = tuple(average.updated(sample, smoothing=theta) for average, _, sample in each)
         return averages, tuple(stopgap.faded() for _, stopgap, _ in each)
+
+    def _next_cadence(self, samples: Sequence[Moments] | None, *, scale: float) -> Cadence:
+        if samples is None:
+            return self._cadence.passed()
+        if isinstance(self._measuring.every, int):
+            return self._cadence.fixed(self._measuring.every)
+        known, influence = _total(_read(self._averages, self._stopgaps)), 0.0
+        if known is not None:
+            influence = gain_influence(
+                noise.total_moments(samples),
+                known,
+                scale=scale,
+                base_batch_size=self._base_batch_size,
+            )
+        return self._cadence.measured(
+            influence,
+            scale=scale,
+            smoothing=self._smoothing(scale),
+            error=self._measuring.error,
+        )
+
+    def _smoothing(self, scale: float) -> float:
+        given = self._measuring.smoothing
+        return noise.smoothing(scale) if given is None else given
 
     def _compensated(
         self, ramp: RampState, *, target: float, batch_samples: float, momentum: float
@@ -258,6 +251,7 @@ class StepController:
             "per": self._measuring.per,
             "averages": [average.state_dict() for average in self._averages],
             "stopgaps": [stopgap.state_dict() for stopgap in self._stopgaps],
+            "cadence": self._cadence.state_dict(),
             "ramps": [asdict(ramp) for ramp in self._ramps],
         }
 
@@ -268,12 +262,14 @@ class StepController:
             StateError: another number of groups, another way to average, or other fields.
                 Nothing has changed then.
         """
-        missing = {"progress", "step", "per", "averages", "stopgaps", "ramps"} - set(state)
+        wanted_keys = {"progress", "step", "per", "averages", "stopgaps", "cadence", "ramps"}
+        missing = wanted_keys - set(state)
         if missing:
             raise StateError(f"the state of a step controller lacks {sorted(missing)}")
         averages = tuple(MomentAverage.from_state_dict(one) for one in state["averages"])
         stopgaps = tuple(Stopgap.from_state_dict(one) for one in state["stopgaps"])
         ramps = tuple(_restored_ramp(one) for one in state["ramps"])
+        cadence = Cadence.from_state_dict(state["cadence"])
         found, wanted, per = len(averages), len(self._averages), self._measuring.per
         whole = {len(averages), len(stopgaps), len(ramps)} == {found}
         joined = found < wanted and per == "param_group"  # groups that joined after the save
@@ -294,9 +290,22 @@ class StepController:
             )
             raise StateError(message)
         self._averages, self._stopgaps, self._ramps = averages, stopgaps, ramps
+        self._cadence = cadence
         self.resize_groups(wanted)
         self.progress = float(state["progress"])
         self.step = int(state["step"])
+
+
+def _read(averages: Sequence[MomentAverage], stopgaps: Sequence[Stopgap]) -> list[Moments | None]:
+    """Return what is known of each group's moments."""
+    pairs = zip(averages, stopgaps, strict=True)
+    return [stopgap.blended(average.read()) for average, stopgap in pairs]
+
+
+def _total(known: Sequence[Moments | None]) -> Moments | None:
+    """Return the moments of the whole model, as far as they are known."""
+    present = [moments for moments in known if moments is not None]
+    return noise.total_moments(present) if present else None
 
 
 def _restored_ramp(state: Mapping[str, Any]) -> RampState:

@@ -21,11 +21,11 @@ from torch.utils.data import Dataset
 from elastane import arguments, replica
 from elastane.assembly import assemble
 from elastane.batching import BatchPolicy, World
-from elastane.controller import Measuring
 from elastane.data import LoaderOptions
 from elastane.durability import Checkpointing
 from elastane.errors import UsageError
 from elastane.evaluation import Evaluation, EvaluationFunction
+from elastane.measuring import Measuring
 from elastane.momentum import Compensation, MomentumRamp
 from elastane.reporting import StepResult
 from elastane.scaling import AdaScale, Rule
