@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from training import Digits
 
 from elastane import LoaderOptions, LocalBatch, Session
-from elastane.batching import World, plan_step
+from elastane.batching import World
 from elastane.data import StreamLoader
+from elastane.planning import plan_step
 
 FLOAT64 = torch.float64
 LR, MOMENTUM, DECAY = 0.05, 0.9, 1e-3

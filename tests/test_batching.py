@@ -10,8 +10,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from elastane import order
-from elastane.batching import GlobalBatch, LocalBatch, MicroBatch, World, plan_step
+from elastane.batching import GlobalBatch, LocalBatch, World
 from elastane.errors import ArgumentError
+from elastane.planning import MicroBatch, plan_step
 
 always = partial(settings, derandomize=True, deadline=None, database=None)
 

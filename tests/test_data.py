@@ -254,13 +254,15 @@ def test_a_sample_that_raises_is_raised_here_and_closing_still_ends_the_processe
     ids=str,
 )
 @pytest.mark.parametrize("position", [0, 40, 96])
-def test_level_workers_make_as_many_micro_batches_of_their_own_samples(policy, position):
+def test_workers_that_are_cut_further_make_as_many_micro_batches_of_their_own_samples(
+    policy, position
+):
     plans = [
         [
-            feed_of(130, policy=policy, rank=rank, world_size=3, level=level).plan(position)
+            feed_of(130, policy=policy, rank=rank, world_size=3, in_step=in_step).plan(position)
             for rank in range(3)
         ]
-        for level in (False, True)
+        for in_step in (None, "cut")
     ]
     counts = [[len(plan.micro_batches) for plan in each] for each in plans]
     assert counts[1] == [max(counts[0])] * 3
@@ -278,9 +280,9 @@ def test_level_workers_make_as_many_micro_batches_of_their_own_samples(policy, p
     ids=["a worker without samples", "a worker with fewer samples than micro-batches"],
 )
 @pytest.mark.parametrize("rank", [0, 2])
-def test_workers_that_can_not_be_level_are_refused_on_each_of_them(policy, rank):
+def test_workers_that_can_not_be_cut_further_are_refused_on_each_of_them(policy, rank):
     with pytest.raises(UnsupportedError, match="SyncBatchNorm wants as many micro-batches"):
-        feed_of(policy=policy, rank=rank, world_size=3, level=True)
+        feed_of(policy=policy, rank=rank, world_size=3, in_step="cut")
 
 
 @pytest.mark.parametrize(
@@ -354,7 +356,7 @@ def test_options_that_make_no_sense_are_refused(options, match):
 # The feed
 
 
-def feed_of(size=23, *, policy=None, rank=0, world_size=1, min_samples=1, level=False, **options):
+def feed_of(size=23, *, policy=None, rank=0, world_size=1, min_samples=1, in_step=None, **options):
     return Feed(
         Squares(size),
         options=LoaderOptions(**options),
@@ -363,7 +365,7 @@ def feed_of(size=23, *, policy=None, rank=0, world_size=1, min_samples=1, level=
         most_workers=world_size,
         loader_number=rank,
         min_samples=min_samples,
-        level=level,
+        in_step=in_step,
     )
 
 

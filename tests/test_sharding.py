@@ -17,9 +17,10 @@ from training import session_over
 
 from elastane import GlobalBatch, Measuring
 from elastane._env import ElasticLaunch
-from elastane.batching import LocalBatch, World, plan_step
+from elastane.batching import LocalBatch, World
 from elastane.elastic.checkpoint import CheckpointStore
 from elastane.errors import UnsupportedError
+from elastane.planning import plan_step
 from elastane.sharding import is_sharded, local_of, sharding_of, units_of
 
 
@@ -118,7 +119,7 @@ def test_workers_in_step_have_as_many_micro_batches_and_the_same_samples(world_s
                 ).micro_batches
                 for rank in range(world_size)
             ]
-            for in_step in (False, True)
+            for in_step in (None, "company")
         ]
         most = max(len(one) for one in plans[0])
         assert [len(one) for one in plans[1]] == [most] * world_size
@@ -140,7 +141,7 @@ def test_workers_in_step_change_nothing_where_all_have_the_same_number() -> None
                 world=world,
                 in_step=in_step,
             )
-            for in_step in (False, True)
+            for in_step in (None, "company")
         ]
         assert plans[0] == plans[1]
 

@@ -105,8 +105,7 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         most_workers=most_workers,
         loader_number=world.rank if launch is None else launch.worker,
         min_samples=replica.fewest_samples(model),
-        level=waits_in_forward,
-        in_step=sharded,
+        in_step="cut" if waits_in_forward else "company" if sharded else None,
     )
     num_steps = arguments.base_steps(
         given["num_steps"],

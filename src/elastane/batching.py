@@ -1,4 +1,4 @@
-"""Batch policies: how many samples a step takes, and which of them are this worker's.
+"""Batch policies: how many samples a step takes, and how they are dealt to the workers.
 
 Arithmetic on positions only; knows nothing of data sets, gradients or rules.
 """
@@ -6,7 +6,7 @@ Arithmetic on positions only; knows nothing of data sets, gradients or rules.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -17,11 +17,8 @@ __all__ = [
     "BatchPolicy",
     "GlobalBatch",
     "LocalBatch",
-    "MicroBatch",
-    "StepPlan",
     "World",
     "check_fit",
-    "plan_step",
 ]
 
 
@@ -38,45 +35,6 @@ class World:
     rank: int = 0
     world_size: int = 1
     generation: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """What one backward pass of one worker sees.
-
-    Attributes:
-        start: first position in the stream.
-        stop: position behind the last.
-        weight: samples that count: all, or 0 where the worker only keeps the others company.
-    """
-
-    start: int
-    stop: int
-    weight: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """One step's samples.
-
-    Attributes:
-        start: first position of the global batch in the stream.
-        stop: position behind its last.
-        nominal_samples: batch that the policy asks for.
-        epoch: number of the epoch that it starts in, from 0.
-        micro_batches: this worker's, in order.
-    """
-
-    start: int
-    stop: int
-    nominal_samples: int
-    epoch: int
-    micro_batches: tuple[MicroBatch, ...]
-
-    @property
-    def batch_samples(self) -> int:
-        """Samples of the global batch, `B`."""
-        return self.stop - self.start
 
 
 @runtime_checkable
@@ -229,58 +187,6 @@ class GlobalBatch:
             begin, end = self._shared(start, stop, world=world, min_samples=min_samples)
         limit = self.max_micro_batch or max(end - begin, 1)
         return _split_into(begin, end, parts=-(-(end - begin) // limit), min_samples=min_samples)
-
-
-def plan_step(
-    policy: BatchPolicy,
-    *,
-    position: int,
-    num_samples: int,
-    world: World,
-    min_samples: int = 1,
-    straddle: bool = False,
-    in_step: bool = False,
-) -> StepPlan:
-    """Return the step that starts at a position of the stream.
-
-    Depends on the position and the present world alone, so that any number of workers can go on
-    from any position.
-
-    Args:
-        policy: batch policy.
-        position: committed samples of the stream so far.
-        num_samples: samples of an epoch.
-        world: this worker's place.
-        min_samples: fewest samples of a micro-batch; 2 for models with BatchNorm.
-        straddle: let a batch run over the end of an epoch, so that none is short.
-        in_step: give all workers as many micro-batches as the one that has most, the further
-            ones with weight 0: for sharded models, which communicate in every pass.
-    """
-    nominal = policy.batch_samples(world.world_size)
-    stop = order.batch_stop(
-        position,
-        num_samples=num_samples,
-        batch_samples=nominal,
-        min_tail_samples=min(min_samples * policy.num_parts(world.world_size), nominal),
-        straddle=straddle,
-    )
-    ranges = policy.deal(position, stop, world=world, min_samples=min_samples)
-    micro_batches = [MicroBatch(start=a, stop=b, weight=b - a) for a, b in ranges]
-    most = 1
-    if in_step:
-        everyone = (replace(world, rank=rank) for rank in range(world.world_size))
-        deal = partial(policy.deal, position, stop, min_samples=min_samples)
-        most = max(len(deal(world=one)) for one in everyone)
-    end = min(position + min_samples, stop)
-    for _ in range(most - len(micro_batches)):
-        micro_batches.append(MicroBatch(start=position, stop=end, weight=0))
-    return StepPlan(
-        start=position,
-        stop=stop,
-        nominal_samples=nominal,
-        epoch=position // num_samples,
-        micro_batches=tuple(micro_batches),
-    )
 
 
 def check_fit(policy: BatchPolicy, *, min_samples: int) -> None:

@@ -5,23 +5,15 @@ Joins loader and batch policy; knows nothing of gradients or schedules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import Dataset
 
-from elastane import order
-from elastane.batching import (
-    BatchPolicy,
-    MicroBatch,
-    StepPlan,
-    World,
-    check_fit,
-    plan_step,
-)
+from elastane.batching import BatchPolicy, World, check_fit
 from elastane.data import LoaderOptions, StreamLoader
-from elastane.errors import ArgumentError, UnsupportedError, describe
+from elastane.errors import ArgumentError, describe
+from elastane.planning import InStep, MicroBatch, StepPlan, plan_step
 
 __all__ = ["Feed"]
 
@@ -40,8 +32,7 @@ class Feed:
         most_workers: how many there may be.
         loader_number: seeds the loader processes; another one on each worker.
         min_samples: fewest samples of a micro-batch.
-        level: whether all workers must make as many micro-batches.
-        in_step: whether all workers must make the same number of micro-batches.
+        in_step: how all workers make as many passes, where they must.
 
     Raises:
         ArgumentError: fewer samples than workers, or a policy that does not fit their number.
@@ -57,8 +48,7 @@ class Feed:
         most_workers: int,
         loader_number: int,
         min_samples: int,
-        level: bool = False,
-        in_step: bool = False,
+        in_step: InStep | None = None,
     ) -> None:
         check_fit(policy, min_samples=min_samples)
         self._loader = StreamLoader(dataset, options=options, rank=loader_number)
@@ -67,7 +57,7 @@ class Feed:
         )
         policy.batch_samples(most_workers)
         self._options = options
-        self._policy = _Leveled(policy) if level else policy
+        self._policy = policy
         self._world = world
         self._min_samples = min_samples
         self._in_step = in_step
@@ -125,41 +115,6 @@ class Feed:
             for micro_batch in plan.micro_batches:
                 yield micro_batch.start, micro_batch.stop
             position = plan.stop
-
-
-@dataclass(frozen=True, slots=True)
-class _Leveled:
-    """Has all workers make as many micro-batches as a policy's worker with the most of them."""
-
-    policy: BatchPolicy
-
-    def batch_samples(self, world_size: int) -> int:
-        return self.policy.batch_samples(world_size)
-
-    def num_parts(self, world_size: int) -> int:
-        return self.policy.num_parts(world_size)
-
-    def deal(
-        self, start: int, stop: int, *, world: World, min_samples: int
-    ) -> Sequence[tuple[int, int]]:
-        """Return a worker's ranges, cut further where another worker has more of them."""
-        places = [replace(world, rank=rank) for rank in range(world.world_size)]
-        all_ranges = [
-            self.policy.deal(start, stop, world=place, min_samples=min_samples) for place in places
-        ]
-        own, most = all_ranges[world.rank], max(map(len, all_ranges))
-        fewest = min(sum(end - begin for begin, end in ranges) for ranges in all_ranges)
-        if fewest < most:
-            raise UnsupportedError(_UNEVEN.format(fewest=fewest, most=most))
-        if len(own) == most:
-            return own
-        return [order.split(own[0][0], own[-1][1], parts=most, part=part) for part in range(most)]
-
-
-_UNEVEN = (
-    "SyncBatchNorm wants as many micro-batches of each worker, and one has {fewest} samples where "
-    "another has {most} micro-batches: take a larger batch, fewer micro-batches or more even shares"
-)
 
 
 def _check_enough_samples(num_samples: int, *, num_workers: int, min_samples: int) -> None:

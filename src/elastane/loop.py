@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from elastane import replica
-from elastane.batching import MicroBatch
 from elastane.durability import Keeper
 from elastane.errors import CommunicationError, NonFiniteError, UsageError
 from elastane.feed import Feed
 from elastane.group import Membership
+from elastane.planning import MicroBatch
 from elastane.rehearsal import Rehearsal
 from elastane.reporting import Reporter, StepResult
 from elastane.stepper import Outcome, Stepper

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import torch
 
 from elastane import _version, noise
-from elastane.batching import StepPlan, World
+from elastane.batching import World
 from elastane.controller import StepController
 from elastane.elastic.saver import Outcome
 from elastane.evaluation import Evaluation
 from elastane.noise import Moments
+from elastane.planning import StepPlan
 from elastane.stepper import Outcome as StepOutcome
 from elastane.telemetry import JsonlSink, ProgressBar, Sink, Telemetry
 

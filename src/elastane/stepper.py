@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elastane import _compat
 from elastane.arguments import check_optimizer, parameter_groups
-from elastane.batching import StepPlan
 from elastane.controller import Decision, StepController
 from elastane.errors import (
     ArgumentError,
@@ -35,6 +34,7 @@ from elastane.jointly import weighted_joint_norms
 from elastane.layers import LayerNorms
 from elastane.measurement import Measurement
 from elastane.optim import ScaledStep, Schedule, clip_gradients, momentum_of
+from elastane.planning import StepPlan
 from elastane.sharded import ShardedTap
 
 __all__ = ["Outcome", "Stepper"]
