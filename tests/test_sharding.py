@@ -20,8 +20,10 @@ from elastane._env import ElasticLaunch
 from elastane.batching import LocalBatch, World
 from elastane.elastic.checkpoint import CheckpointStore
 from elastane.errors import UnsupportedError
-from elastane.planning import plan_step
+from elastane.planning import InStep, plan_step
 from elastane.sharding import is_sharded, local_of, sharding_of, units_of
+
+IN_STEP: tuple[InStep | None, ...] = (None, "company")
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def test_workers_in_step_have_as_many_micro_batches_and_the_same_samples(world_s
                 ).micro_batches
                 for rank in range(world_size)
             ]
-            for in_step in (None, "company")
+            for in_step in IN_STEP
         ]
         most = max(len(one) for one in plans[0])
         assert [len(one) for one in plans[1]] == [most] * world_size
@@ -141,7 +143,7 @@ def test_workers_in_step_change_nothing_where_all_have_the_same_number() -> None
                 world=world,
                 in_step=in_step,
             )
-            for in_step in (None, "company")
+            for in_step in IN_STEP
         ]
         assert plans[0] == plans[1]
 

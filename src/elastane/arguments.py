@@ -5,6 +5,7 @@ Free functions; each names the argument, the value, the rule and the way out.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +28,14 @@ from elastane.errors import (
 from elastane.measuring import Measuring
 from elastane.scaling import AdaScale
 
-__all__ = ["base_steps", "check_optimizer", "check_session", "parameter_groups"]
+__all__ = [
+    "base_steps",
+    "check_loss",
+    "check_optimizer",
+    "check_session",
+    "checked_weight",
+    "parameter_groups",
+]
 
 
 def base_steps(
@@ -137,3 +145,26 @@ def parameter_groups(optimizer: Optimizer, *, per: str) -> Sequence[Sequence[Ten
     """Return the parameters of each group with statistics of its own: one in all, or each."""
     groups = [list(group["params"]) for group in optimizer.param_groups]
     return groups if per == "param_group" else [[p for group in groups for p in group]]
+
+
+def check_loss(loss: object) -> None:
+    """Refuse what is no loss to run backward on."""
+    if not isinstance(loss, Tensor):
+        rule, way_out = "must be a tensor", "Pass what your loss function returned."
+        raise ArgumentError(describe("loss", loss, rule=rule, way_out=way_out))
+    shown = f"tensor of shape {tuple(loss.shape)}"
+    if loss.numel() != 1:
+        rule, way_out = "must be a scalar", "Take its mean over the micro-batch."
+        raise ArgumentError(describe("loss", shown, rule=rule, way_out=way_out))
+    if not loss.requires_grad:
+        rule = "has no gradient to run backward for"
+        way_out = "Compute it from session.model's output, with gradients on and not detached."
+        raise ArgumentError(describe("loss", shown, rule=rule, way_out=way_out))
+
+
+def checked_weight(weight: object) -> float:
+    """Return the weight of a micro-batch's mean loss; refuse one that can't be."""
+    if isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0:
+        return float(weight)
+    rule, way_out = "must be a finite number of at least 0", "Number of tokens, for example."
+    raise ArgumentError(describe("weight", weight, rule=rule, way_out=way_out))

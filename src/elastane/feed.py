@@ -60,7 +60,7 @@ class Feed:
         self._policy = policy
         self._world = world
         self._min_samples = min_samples
-        self._in_step = in_step
+        self._in_step: InStep | None = in_step
         self._next_position: int | None = None
         self._batches: Iterator[Any] = iter(())
         self.plan(0)

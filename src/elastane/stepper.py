@@ -5,7 +5,6 @@ Joins gradient tap, controller and scaled step; knows nothing of data, models or
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,17 +17,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from elastane import _compat
-from elastane.arguments import check_optimizer, parameter_groups
-from elastane.controller import Decision, StepController
-from elastane.errors import (
-    ArgumentError,
-    CommunicationError,
-    UsageError,
-    check_choice,
-    check_positive,
-    describe,
+from elastane.arguments import (
+    check_loss,
+    check_optimizer,
+    checked_weight,
+    parameter_groups,
 )
+from elastane.controller import Decision, StepController
+from elastane.errors import CommunicationError, UsageError, check_choice, check_positive
+from elastane.grad_scaling import GradScaling
 from elastane.gradients import Extra, GradientTap
 from elastane.jointly import weighted_joint_norms
 from elastane.layers import LayerNorms
@@ -96,7 +93,7 @@ class Stepper:
         self.controller = controller
         self._schedule = Schedule(schedule, optimizer=optimizer, num_steps=controller.num_steps)
         self._scaled_step = ScaledStep(optimizer, self._schedule, custom=step)
-        self._scaler = scaler
+        self._scaling = GradScaling(scaler, optimizer)
         self._max_norm = max_norm
         self._per = per
         self._extras: Callable[[], Sequence[Extra]] = tuple
@@ -173,11 +170,11 @@ class Stepper:
 
     def backward(self, loss: Tensor, *, weight: float | None, reduction: str = "mean") -> None:
         """Run backward on a loss; after a window's last, `p.grad` is the batch's mean."""
-        _check_loss(loss)
+        check_loss(loss)
         if self._had_backward:
             raise UsageError(_TWO_BACKWARDS)
         if weight is not None and self._weight:
-            self._weight = _checked_weight(weight)
+            self._weight = checked_weight(weight)
             self.tap.begin_micro_batch(self._weight)
         if check_choice("reduction", reduction, ("mean", "sum")) == "sum":
             loss = loss / (self._weight or 1.0)
@@ -187,7 +184,7 @@ class Stepper:
             self._loss_weight += self._weight
         self._had_backward = True
         try:
-            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            self._scaling.scaled(loss).backward()
         except RuntimeError:
             if not self.tap.is_broken:
                 raise
@@ -201,9 +198,7 @@ class Stepper:
 
     def finish(self) -> Outcome:
         """End the window: step, or skip on every rank if any gradient is not finite."""
-        scaler = self._scaler
-        is_unscaled = scaler is not None and _compat.is_unscaled(scaler, self._optimizer)
-        measurement = self._settle(is_unscaled=is_unscaled)
+        measurement = self._settle(is_unscaled=self._scaling.is_unscaled)
         loss_sum, loss_weight, *rest = measurement.extras
         told, extras = rest[: self._layers.num_told], rest[self._layers.num_told :]
         moments, by_layers = measurement.moments(), None
@@ -217,15 +212,11 @@ class Stepper:
             single=not moments,
         )
         self._warn_if_blind(measurement, decision)
-        if scaler is not None and not is_unscaled:
-            scaler.unscale_(self._optimizer)
+        self._scaling.unscale()
         lr = float(self._optimizer.param_groups[0]["lr"]) * decision.factors[0]
         if measurement.finite:
             self._step(decision, grad_norm=measurement.grad_norm)
-        elif scaler is not None:
-            _compat.note_overflow(scaler, self._optimizer)
-        if scaler is not None:
-            scaler.update()
+        self._scaling.update(finite=measurement.finite)
         self.discard()
         return Outcome(
             measurement=measurement,
@@ -239,34 +230,22 @@ class Stepper:
     def discard(self) -> None:
         """Drop the gradients and what the window was given."""
         self._optimizer.zero_grad(set_to_none=True)
-        if self._scaler is not None:
-            _compat.forget_unscaling(self._scaler, self._optimizer)
+        self._scaling.forget()
         self._extras = tuple
         self._layers.begin(0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of schedule and scaler."""
-        state: dict[str, Any] = {"schedule": self._schedule.state_dict()}
-        if self._scaler is not None:
-            state["scaler"] = self._scaler.state_dict()
-        return state
+        return {"schedule": self._schedule.state_dict(), **self._scaling.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the state of schedule and scaler, at the controller's progress."""
         self._schedule.load_state_dict(state["schedule"], progress=self.controller.progress)
-        if self._scaler is not None and "scaler" in state:
-            self._scaler.load_state_dict(dict(state["scaler"]))
+        self._scaling.load_state_dict(state)
 
     def _settle(self, *, is_unscaled: bool = False) -> Measurement:
         """Settle the tap; gradients that the user unscaled before it are taken as they are."""
-        scale: Extra | None = 1.0
-        if self._scaler is not None and not self.tap.is_settled:
-            if is_unscaled and _minds_unscaling(self.tap):
-                raise UsageError(_UNSCALED_TOO_EARLY)
-            if not (is_unscaled and self.tap.is_alone):
-                scale = _compat.loss_scale(self._scaler)
-        if scale is None:
-            raise UsageError(_NEVER_SCALED)
+        scale = self._scaling.scale_at(self.tap, is_unscaled=is_unscaled)
         self._scale_of_gradients = scale
         return self.tap.settle(loss_scale=scale)
 
@@ -276,7 +255,7 @@ class Stepper:
         progress = self.controller.progress + decision.progress
         self._is_stepping = True
         try:
-            self._scaled_step.step(decision.factors, progress=progress, scaler=self._scaler)
+            self._scaled_step.step(decision.factors, progress=progress, scaler=self._scaling.scaler)
         finally:
             self._is_stepping = False
         self.controller.commit(decision)
@@ -296,10 +275,9 @@ class Stepper:
         return (self._loss_sum, self._loss_weight, *self._told_by_layers(), *self._extras())
 
     def _told_by_layers(self) -> Sequence[Extra]:
-        loss_scale = None if self._scaler is None else _compat.loss_scale(self._scaler)
         return self._layers.told(
             parameter_groups(self._optimizer, per=self._per),
-            loss_scale=1.0 if loss_scale is None else loss_scale,
+            loss_scale=self._scaling.loss_scale,
             scale_of_gradients=self._scale_of_gradients,
         )
 
@@ -320,37 +298,3 @@ _TWO_BACKWARDS = (
     "two session.backward() calls in one micro-batch: add up the losses and call it once before "
     "each step()"
 )
-_NEVER_SCALED = (
-    "the session has a scaler and no loss was scaled: use session.backward(loss), which scales, "
-    "or scaler.scale(loss).backward()"
-)
-_UNSCALED_TOO_EARLY = (
-    "scaler.unscale_() was called before the gradients of the window were measured and put "
-    "together: use session.backward(loss), which does that, instead of loss.backward()"
-)
-
-
-def _minds_unscaling(tap: GradientTap | ShardedTap) -> bool:
-    """Return whether a part of the window's norms was taken of scaled gradients already."""
-    return isinstance(tap, ShardedTap) or (tap.is_alone and tap.has_set_aside)
-
-
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, Tensor):
-        rule, way_out = "must be a tensor", "Pass what your loss function returned."
-        raise ArgumentError(describe("loss", loss, rule=rule, way_out=way_out))
-    shown = f"tensor of shape {tuple(loss.shape)}"
-    if loss.numel() != 1:
-        rule, way_out = "must be a scalar", "Take its mean over the micro-batch."
-        raise ArgumentError(describe("loss", shown, rule=rule, way_out=way_out))
-    if not loss.requires_grad:
-        rule = "has no gradient to run backward for"
-        way_out = "Compute it from session.model's output, with gradients on and not detached."
-        raise ArgumentError(describe("loss", shown, rule=rule, way_out=way_out))
-
-
-def _checked_weight(weight: object) -> float:
-    if isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0:
-        return float(weight)
-    rule, way_out = "must be a finite number of at least 0", "Number of tokens, for example."
-    raise ArgumentError(describe("weight", weight, rule=rule, way_out=way_out))

@@ -1,0 +1,114 @@
+"""The loss scale of a step: what the loss and its gradients are multiplied by, and who divides.
+
+Knows torch's GradScaler and the two taps; nothing of decisions, models or workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from elastane import _compat
+from elastane.errors import UsageError
+from elastane.gradients import Extra, GradientTap
+from elastane.sharded import ShardedTap
+
+__all__ = ["GradScaling"]
+
+
+class GradScaling:
+    """A user's gradient scaler in the session's hands; without one all scales are 1.
+
+    Args:
+        scaler: gradient scaler, or `None`.
+        optimizer: whose gradients it unscales.
+    """
+
+    def __init__(self, scaler: GradScaler | None, optimizer: Optimizer) -> None:
+        self.scaler = scaler
+        self._optimizer = optimizer
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss to run backward on."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    @property
+    def loss_scale(self) -> Extra:
+        """What losses are multiplied by; 1 where none was scaled yet."""
+        scale = None if self.scaler is None else _compat.loss_scale(self.scaler)
+        return 1.0 if scale is None else scale
+
+    @property
+    def is_unscaled(self) -> bool:
+        """Whether the gradients at work have been unscaled."""
+        return self.scaler is not None and _compat.is_unscaled(self.scaler, self._optimizer)
+
+    def scale_at(self, tap: GradientTap | ShardedTap, *, is_unscaled: bool) -> Extra:
+        """Return what a window's gradients are multiplied by, which a tap is about to settle.
+
+        Args:
+            tap: holds the gradients.
+            is_unscaled: whether the user has unscaled them; they are taken as they are.
+
+        Raises:
+            UsageError: a part of their norms was taken before that, or no loss was scaled.
+        """
+        if self.scaler is None or tap.is_settled:
+            return 1.0
+        if is_unscaled and _minds_unscaling(tap):
+            raise UsageError(_UNSCALED_TOO_EARLY)
+        if is_unscaled and tap.is_alone:
+            return 1.0
+        scale = _compat.loss_scale(self.scaler)
+        if scale is None:
+            raise UsageError(_NEVER_SCALED)
+        return scale
+
+    def unscale(self) -> None:
+        """Divide the gradients by the scale, unless that was done."""
+        if self.scaler is not None and not self.is_unscaled:
+            self.scaler.unscale_(self._optimizer)
+
+    def update(self, *, finite: bool) -> None:
+        """Move the scale at the end of a step.
+
+        Args:
+            finite: whether the gradients of all workers were; if not, the scale backs off.
+        """
+        if self.scaler is not None:
+            if not finite:
+                _compat.note_overflow(self.scaler, self._optimizer)
+            self.scaler.update()
+
+    def forget(self) -> None:
+        """Take the next gradients for scaled ones."""
+        if self.scaler is not None:
+            _compat.forget_unscaling(self.scaler, self._optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state by its name, if there is one."""
+        return {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the scaler's state, if there is one."""
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(dict(state["scaler"]))
+
+
+def _minds_unscaling(tap: GradientTap | ShardedTap) -> bool:
+    """Return whether a part of the window's norms was taken of scaled gradients already."""
+    return isinstance(tap, ShardedTap) or (tap.is_alone and tap.has_set_aside)
+
+
+_NEVER_SCALED = (
+    "the session has a scaler and no loss was scaled: use session.backward(loss), which scales, "
+    "or scaler.scale(loss).backward()"
+)
+_UNSCALED_TOO_EARLY = (
+    "scaler.unscale_() was called before the gradients of the window were measured and put "
+    "together: use session.backward(loss), which does that, instead of loss.backward()"
+)
