@@ -5,11 +5,13 @@ Knows processes and the run folder; nothing of what is trained, done to it or me
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +56,8 @@ class LaunchedJob:
         max_workers: most workers.
         worker: the module that workers run.
         environment: of launcher and workers where the user's own doesn't say.
+
+    Workers get the folder as their argument; `arguments` may be another function.
     """
 
     folder: Path
@@ -68,6 +72,20 @@ class LaunchedJob:
         """The run's folder."""
         return self.folder / "run"
 
+    @property
+    def log(self) -> Path:
+        """File of what the launcher says, and the workers through it."""
+        return self.folder / "launcher.log"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the launcher was started and lives."""
+        return self._launcher is not None and self._launcher.poll() is None
+
+    def arguments(self) -> Sequence[str]:
+        """Return what workers are given."""
+        return (str(self.folder),)
+
     def launch(self, options: dict[str, str]) -> None:
         """Start the launcher, for the first time or again, with further options."""
         options = {
@@ -77,11 +95,11 @@ class LaunchedJob:
             **options,
         }
         given = [one for option in options.items() for one in option]
-        with (self.folder / "launcher.log").open("ab") as log:
+        with self.log.open("ab") as log:
             self._launcher = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "elastane", "run", *given),
-                    *("-m", self.worker, str(self.folder)),
+                    *("-m", self.worker, *self.arguments()),
                 ],
                 cwd=_ROOT,
                 env=self.environment | os.environ,
@@ -125,10 +143,25 @@ class LaunchedJob:
         except subprocess.TimeoutExpired:
             raise JobError(f"the job was not over within {limit_s:g} s") from None
 
+    def pids(self) -> dict[int, int]:
+        """Return the process ids of the live workers by worker id, as the agent recorded them."""
+        found: dict[int, int] = {}
+        for path in (self.run_dir / "agents").glob("*.json"):
+            found |= {one["worker"]: one["pid"] for one in json.loads(path.read_text()).values()}
+        return found
+
     def end(self) -> None:
         """Leave nothing of the job behind."""
-        with suppress(ElastaneError, OSError):  # over already
+        if self._launcher is None:
+            return
+        try:
             ask(find_job(str(self.run_dir)).path, "kill")
-        with suppress(JobError):
+        except (ElastaneError, OSError):  # it is not up yet, or over already
+            self._launcher.terminate()
+        try:
             self.wait(limit_s=_END_LIMIT_S)
-        self.kill_launcher()
+        except JobError:
+            self.kill_launcher()
+            for pid in self.pids().values():
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from training import Digits, build_model, build_session, train
 
-from benchmarks.single import pair_moments, quadratic
+from benchmarks.single.estimators import pair_moments
+from benchmarks.single.quadratic import quadratic
 from elastane import LocalBatch, Measuring
 from elastane.cli.status_table import status_picture
 from elastane.controller import StepController

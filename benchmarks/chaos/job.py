@@ -5,7 +5,6 @@ Knows processes and the run folder's lists; nothing of what is done to whom.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -54,13 +53,6 @@ class Job(LaunchedJob):
         """Have the job stop and return the launcher's exit code."""
         self.ask("stop")
         return self.wait(limit_s=limit_s)
-
-    def pids(self) -> dict[int, int]:
-        """Return the process ids of the live workers by worker id, as the agent recorded them."""
-        found: dict[int, int] = {}
-        for path in (self.run_dir / "agents").glob("*.json"):
-            found |= {one["worker"]: one["pid"] for one in json.loads(path.read_text()).values()}
-        return found
 
     def ask_for_stacks(self) -> None:
         """Have the workers write to their logs what they are doing."""

@@ -8,17 +8,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.launched import LaunchedJob
 from benchmarks.resize.measure import STEPS_AFTER, Line, Membership, steps_of
-from elastane.errors import ElastaneError
 from elastane.launch.folder import GENERATIONS_NAME
 from elastane.launch.jobs import Job, ask, find_job
 
@@ -37,7 +36,6 @@ WORKER = "benchmarks.resize.worker"
 STEPS_BEFORE = 20
 _LIMIT_S = 60.0
 _POLL_S = 0.02
-_END_LIMIT_S = 20.0
 
 
 class StalledError(Exception):
@@ -64,6 +62,33 @@ class Tail:
         return [json.loads(line) for line in whole.splitlines()]
 
 
+@dataclass(slots=True, kw_only=True)
+class _Job(LaunchedJob):
+    """The job's processes.
+
+    Attributes:
+        digits: file of the digits.
+        parameters: of the model.
+    """
+
+    worker = WORKER
+
+    digits: Path
+    parameters: int
+
+    @property
+    def records_dir(self) -> Path:
+        """Folder of the workers' records."""
+        return self.folder / "records"
+
+    def arguments(self) -> Sequence[str]:
+        """Return what workers are given."""
+        return (
+            *("--digits", str(self.digits), "--records", str(self.records_dir)),
+            *("--parameters", str(self.parameters)),
+        )
+
+
 class RunningJob:
     """A job, for the length of a block; nothing of it is left afterwards.
 
@@ -84,52 +109,30 @@ class RunningJob:
         self, folder: Path, *, digits: Path, parameters: int, most_workers: int, hang_limit_s: float
     ) -> None:
         self.hang_limit_s = hang_limit_s
-        self._run_dir = folder / "run"
-        self._records_dir = folder / "records"
-        self._log = folder / "launcher.log"
-        self._command = [
-            *(sys.executable, "-m", "elastane", "run", "--workers", f"1:{most_workers}"),
-            *("--run-dir", str(self._run_dir), "--hang-limit", str(hang_limit_s)),
-            *("--job", f"resize-{os.getpid()}-{time.monotonic_ns()}"),
-            *("-m", WORKER, "--digits", str(digits)),
-            *("--records", str(self._records_dir), "--parameters", str(parameters)),
-        ]
+        self._job = _Job(
+            folder=folder,
+            name=f"resize-{os.getpid()}-{time.monotonic_ns()}",
+            max_workers=most_workers,
+            digits=digits,
+            parameters=parameters,
+        )
         self._tails: dict[Path, Tail] = {}
-        self._generations = Tail(self._run_dir / GENERATIONS_NAME)
+        self._generations = Tail(self._job.run_dir / GENERATIONS_NAME)
         self.records: dict[int, list[Line]] = defaultdict(list)
         self.memberships: list[Membership] = []
 
     def __enter__(self) -> Self:
-        self._records_dir.mkdir(parents=True)
+        self._job.records_dir.mkdir(parents=True)
         self._unix_offset_s = time.time() - time.monotonic()
-        with self._log.open("wb") as log:
-            self._launcher = subprocess.Popen(
-                self._command, cwd=ROOT, env=worker_environment(), stdout=log, stderr=log
-            )
+        self._job.launch({"--hang-limit": str(self.hang_limit_s)})
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            ask(find_job(str(self._run_dir)).path, "kill")
-        except (ElastaneError, OSError):  # it is not up yet, or gone already
-            self._launcher.terminate()
-        try:
-            self._launcher.wait(_END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._end_by_force()
-
-    def _end_by_force(self) -> None:
-        """End a launcher that does not, and the workers that it leaves behind."""
-        self._launcher.kill()
-        self._launcher.wait()
-        for path in (self._run_dir / "agents").glob("*.json"):
-            for worker in json.loads(path.read_text()).values():
-                with suppress(ProcessLookupError):
-                    os.killpg(worker["pid"], signal.SIGKILL)
+        self._job.end()
 
     def refresh(self) -> None:
         """Read what has been written since the last look."""
-        for path in self._records_dir.glob("*.jsonl"):
+        for path in self._job.records_dir.glob("*.jsonl"):
             for values in self._tails.setdefault(path, Tail(path)).new():
                 line = Line(**values)
                 self.records[line.worker].append(line)
@@ -192,13 +195,13 @@ class RunningJob:
 
     def _said(self) -> str:
         """Return the launcher's own last messages, without those of the workers."""
-        lines = self._log.read_text(errors="replace").splitlines()
+        lines = self._job.log.read_text(errors="replace").splitlines()
         own = [line for line in lines if not line.startswith("[worker ")]
         return "\n".join(own[-20:])
 
     def _control(self) -> Job:
         self._wait_for(lambda: self.memberships, what="the first membership")
-        return find_job(str(self._run_dir))
+        return find_job(str(self._job.run_dir))
 
     def _wait_for(self, found: Callable[[], Any], *, what: str) -> Any:
         deadline = time.monotonic() + _LIMIT_S
@@ -207,7 +210,7 @@ class RunningJob:
             result = found()
             if result:
                 return result
-            if time.monotonic() > deadline or self._launcher.poll() is not None:
+            if time.monotonic() > deadline or not self._job.is_running:
                 raise StalledError(f"waited for {what} in vain; the launcher said:\n{self._said()}")
             time.sleep(_POLL_S)
 
@@ -228,4 +231,4 @@ def ending_on_sigterm() -> Iterator[None]:
 
 def worker_environment() -> dict[str, str]:
     """Return the environment of everything that is measured: one thread a process."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    return LaunchedJob.environment | os.environ
