@@ -20,6 +20,7 @@ from elastane.momentum import (
     NoiseMatchedRamp,
     RampState,
     compensated_factor,
+    default_length,
     eight_per_ratio,
     noise_matched_factor,
     one_time_constant,
@@ -402,6 +403,16 @@ def test_the_two_lengths():
     assert one_time_constant(4, 0.9) == pytest.approx(10)
     assert one_time_constant(16, 0.99) == pytest.approx(100)
     assert one_time_constant(16, 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("ratio", "momentum", "length"), [(4, 0.9, 32), (2, 0.99, 100), (4, 0.99, 100), (16, 0.99, 128)]
+)
+def test_the_default_length_is_the_longer_of_the_two(ratio, momentum, length):
+    assert default_length(ratio, momentum) == pytest.approx(length)
+    found = factors(MomentumRamp(), [16 * ratio] * (length + 2), momentum=momentum)
+    assert found[length - 1] < ratio
+    assert found[length + 1] == ratio
 
 
 @pytest.mark.parametrize("bad", [-1, -0.001, math.nan, math.inf, "8", None])

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from elastane import Linear, MomentumRamp, NoiseMatchedRamp, Session
-from elastane.momentum import Compensation, RampState, one_time_constant
+from elastane.momentum import (
+    Compensation,
+    RampState,
+    eight_per_ratio,
+    one_time_constant,
+)
 from elastane.scaling import Rule, Scaling, StepContext
 
 __all__ = ["IMMEDIATE", "RAMPS", "RATIO_RAMP", "Ramp", "applied_factors", "default_ramp"]
@@ -62,7 +67,7 @@ RAMPS: Mapping[str, Ramp] = {
     "unchanged": Ramp(keeps_rate=True),
     IMMEDIATE: Ramp(),
     "T=8": Ramp(compensation=MomentumRamp(length=8, shrink="ramp")),
-    RATIO_RAMP: Ramp(compensation=MomentumRamp(shrink="ramp")),
+    RATIO_RAMP: Ramp(compensation=MomentumRamp(length=eight_per_ratio, shrink="ramp")),
     "T=1/(1-m)": Ramp(compensation=MomentumRamp(length=one_time_constant, shrink="ramp")),
     "noise-matched": Ramp(compensation=NoiseMatchedRamp()),
     "velocity kept": Ramp(keeps_velocity=True),
