@@ -455,8 +455,9 @@ def documented_peaks():
 @pytest.mark.parametrize(("ratio", "written"), documented_peaks().items())
 def test_the_peaks_in_the_documentation_are_what_the_ramps_do(ratio, written):
     ratio = float(Fraction(ratio))
-    immediate, ramps = MomentumRamp(length=0), {"shrink": "ramp"}
-    kinds = [immediate, MomentumRamp(length=8, **ramps), MomentumRamp(**ramps), NoiseMatchedRamp()]
+    lengths = (0, 8, eight_per_ratio)
+    ramps = [MomentumRamp(length=length, shrink="ramp") for length in lengths]
+    kinds = [*ramps, NoiseMatchedRamp()]
     for kind, peak in zip(kinds, written, strict=True):
         variance, worst = 1.0, 0.0
         state = kind(RampState(), target=1.0, batch_samples=16, momentum=0.9)
