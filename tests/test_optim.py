@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import lr_scheduler as sched
 
 from elastane.errors import ArgumentError, StateError, UnsupportedError, UsageError
-from elastane.optim import ScaledStep, Schedule, clip_gradients, momentum_of, scaled_lr
+from elastane.optim import ScaledStep, clip_gradients, momentum_of, scaled_lr
+from elastane.schedule import Schedule
 
 always = partial(settings, derandomize=True, deadline=None, database=None)
 closely = partial(pytest.approx, rel=1e-12, abs=0)

@@ -32,6 +32,7 @@ __all__ = [
     "no_buffer_sync",
     "note_overflow",
     "note_step",
+    "overlaps_with_ddp",
     "rebuild_buckets",
     "remove_hooks",
     "rendezvous",
@@ -111,6 +112,11 @@ def forget_unscaling(scaler: GradScaler, optimizer: Optimizer) -> None:
     """Have the scaler take the optimizer's next gradients for scaled ones."""
     if scaler.is_enabled():
         scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
+def overlaps_with_ddp(optimizer: Optimizer) -> bool:
+    """Return whether a ZeroRedundancyOptimizer steps inside DDP's backward."""
+    return optimizer._overlap_with_ddp  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def shut_down_loader(iterator: Any) -> None:

@@ -26,6 +26,7 @@ from elastane.errors import (
     describe,
 )
 from elastane.measuring import Measuring
+from elastane.optimizers import AnyOptimizer, Optimizers, joined, members_of
 from elastane.scaling import AdaScale
 
 __all__ = [
@@ -64,8 +65,11 @@ def check_session(given: Mapping[str, Any]) -> None:
     """
     check_kind("model", given["model"], nn.Module, way_out="Pass the bare module.")
     way_out = "For example torch.optim.SGD(model.parameters(), lr=0.1)."
-    check_kind("optimizer", given["optimizer"], Optimizer, way_out=way_out)
-    check_optimizer(given["optimizer"], given["model"])
+    optimizer = given["optimizer"]
+    check_kind("optimizer", optimizer, (Optimizer, list, tuple), way_out=way_out)
+    if not isinstance(optimizer, Optimizer):
+        _check_members(optimizer)
+    check_optimizer(joined(optimizer), given["model"])
     way_out = "Pass the batch size for which the learning rate was tuned."
     check_whole("base_batch_size", given["base_batch_size"], at_least=1, way_out=way_out)
     check_function("rule", given["rule"], way_out="For example elastane.AdaScale().")
@@ -98,14 +102,8 @@ def check_session(given: Mapping[str, Any]) -> None:
             rule = "must have state_dict() and load_state_dict(state)"
             way_out = "Pass an object such as a torchmetrics metric or an averaged model."
             raise ArgumentError(describe(f"stateful[{name!r}]", one, rule=rule, way_out=way_out))
-    if isinstance(given["rule"], AdaScale) and any(
-        "betas" in g for g in given["optimizer"].param_groups
-    ):
-        warnings.warn(
-            f"AdaScale is made for SGD, and the optimizer is {type(given['optimizer']).__name__}: "
-            "elastane.AdamScale() takes the square root of the gain",
-            stacklevel=4,
-        )
+    if isinstance(given["rule"], AdaScale):
+        _warn_of_adam(joined(optimizer))
 
 
 def check_kind(name: str, value: object, kind: type | tuple[type, ...], *, way_out: str) -> None:
@@ -123,25 +121,61 @@ def check_function(name: str, value: object, *, way_out: str) -> None:
         raise ArgumentError(describe(name, value, rule=rule, way_out=way_out))
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse parameters that the model does not have, and optimizers that want a closure."""
-    if isinstance(optimizer, LBFGS):
-        raise UnsupportedError(
-            "LBFGS computes the loss several times a step and is not supported: use another "
-            "optimizer"
-        )
-    known = {id(parameter) for parameter in model.parameters()}
+def _check_members(optimizers: Sequence[Any]) -> None:
+    """Refuse a sequence of anything but different optimizers."""
+    for number, one in enumerate(optimizers):
+        way_out = "For example [SGD(...), AdamW(...)], each with parameters of its own."
+        check_kind(f"optimizer[{number}]", one, Optimizer, way_out=way_out)
+    if not optimizers or len({id(one) for one in optimizers}) < len(optimizers):
+        rule, way_out = "must be at least one, all different", "Pass each optimizer once."
+        raise ArgumentError(describe("optimizer", optimizers, rule=rule, way_out=way_out))
+
+
+def check_optimizer(optimizer: AnyOptimizer, model: nn.Module) -> None:
+    """Refuse parameters that the model does not have, and optimizers that want a closure.
+
+    So are parameters of two optimizers: each of both would step them.
+    """
+    known, taken = {id(parameter) for parameter in model.parameters()}, set[int]()
+    several = isinstance(optimizer, Optimizers)
+    for number, one in enumerate(members_of(optimizer)):
+        if isinstance(one, LBFGS):
+            raise UnsupportedError(
+                "LBFGS computes the loss several times a step and is not supported: use another "
+                "optimizer"
+            )
+        name = f"optimizer[{number}]" if several else "optimizer"
+        _check_parameters(one, name=name, known=known, taken=taken)
+        taken |= {id(p) for group in one.param_groups for p in group["params"]}
+
+
+def _check_parameters(optimizer: Optimizer, *, name: str, known: set[int], taken: set[int]) -> None:
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
+            rule = way_out = ""
             if id(parameter) not in known:
-                name = f"optimizer.param_groups[{number}]['params'][{place}]"
-                value = f"tensor of shape {tuple(parameter.shape)}"
                 rule = "is no parameter of the model, so its gradient would not be averaged"
                 way_out = "Build the optimizer on model.parameters() of the model passed here."
-                raise ArgumentError(describe(name, value, rule=rule, way_out=way_out))
+            elif id(parameter) in taken:
+                rule = "has an optimizer already, so both would step it"
+                way_out = "Give each parameter to one of them."
+            if rule:
+                where = f"{name}.param_groups[{number}]['params'][{place}]"
+                value = f"tensor of shape {tuple(parameter.shape)}"
+                raise ArgumentError(describe(where, value, rule=rule, way_out=way_out))
 
 
-def parameter_groups(optimizer: Optimizer, *, per: str) -> Sequence[Sequence[Tensor]]:
+def _warn_of_adam(optimizer: AnyOptimizer) -> None:
+    for one in members_of(optimizer):
+        if any("betas" in group for group in one.param_groups):
+            warnings.warn(
+                f"AdaScale is made for SGD, and the optimizer is {type(one).__name__}: "
+                "elastane.AdamScale() takes the square root of the gain",
+                stacklevel=5,
+            )
+
+
+def parameter_groups(optimizer: AnyOptimizer, *, per: str) -> Sequence[Sequence[Tensor]]:
     """Return the parameters of each group with statistics of its own: one in all, or each."""
     groups = [list(group["params"]) for group in optimizer.param_groups]
     return groups if per == "param_group" else [[p for group in groups for p in group]]

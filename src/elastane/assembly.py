@@ -22,12 +22,14 @@ from elastane.fixed import FixedMembership, discover_world
 from elastane.gradients import GradientTap
 from elastane.group import Membership, Wrapping
 from elastane.loop import Loop
+from elastane.optimizers import joined, members_of
 from elastane.reporting import Reporter
 from elastane.sharded import ShardedTap, ShardedWrapping
 from elastane.sharding import is_sharded, sharding_of
 from elastane.state import SessionState
 from elastane.stepper import Stepper
 from elastane.training import Training
+from elastane.zero import check_zero, is_zero
 
 __all__ = ["Parts", "assemble"]
 
@@ -94,6 +96,15 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
     world = discover_world() if elastic is None else World(world_size=elastic.expected_workers)
     if sharded:
         sharding_of(model.inner, world_size=world.world_size)
+    optimizer = joined(given["optimizer"])
+    zeros = [one for one in members_of(optimizer) if is_zero(one)]
+    for one in zeros:
+        check_zero(
+            one,
+            world_size=world.world_size,
+            is_elastic=launch is not None,
+            is_sharded=sharded,
+        )
     policy: BatchPolicy = given["batch"] or LocalBatch(given["base_batch_size"])
     waits_in_forward = jointly.communicates_in_forward(model)
     most_workers = world.world_size if elastic is None else elastic.max_workers
@@ -113,7 +124,6 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         num_samples=feed.num_samples,
         base=given["base_batch_size"],
     )
-    optimizer = given["optimizer"]
     controller = StepController(
         given["rule"],
         base_batch_size=given["base_batch_size"],
@@ -146,7 +156,7 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
     size = sum(parameter.numel() for parameter in model.parameters())
     run_dir = given["run_dir"] or (launch.run_dir if launch else None)
     checkpointing = given["checkpoint"] or (Checkpointing() if launch else None)
-    keeper = Keeper(checkpointing, run_dir=run_dir, in_shards=sharded)
+    keeper = Keeper(checkpointing, run_dir=run_dir, in_shards=sharded or bool(zeros))
     reporter = Reporter(
         controller,
         world=world,

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from elastane import _compat
 from elastane.errors import UsageError
 from elastane.gradients import Extra, GradientTap
+from elastane.optimizers import AnyOptimizer, members_of
 from elastane.sharded import ShardedTap
 
 __all__ = ["GradScaling"]
@@ -25,12 +26,12 @@ class GradScaling:
 
     Args:
         scaler: gradient scaler, or `None`.
-        optimizer: whose gradients it unscales.
+        optimizer: whose gradients it unscales; one or several.
     """
 
-    def __init__(self, scaler: GradScaler | None, optimizer: Optimizer) -> None:
+    def __init__(self, scaler: GradScaler | None, optimizer: AnyOptimizer) -> None:
         self.scaler = scaler
-        self._optimizer = optimizer
+        self._optimizers = members_of(optimizer)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss to run backward on."""
@@ -42,24 +43,24 @@ class GradScaling:
         scale = None if self.scaler is None else _compat.loss_scale(self.scaler)
         return 1.0 if scale is None else scale
 
-    @property
-    def is_unscaled(self) -> bool:
-        """Whether the gradients at work have been unscaled."""
-        return self.scaler is not None and _compat.is_unscaled(self.scaler, self._optimizer)
-
-    def scale_at(self, tap: GradientTap | ShardedTap, *, is_unscaled: bool) -> Extra:
+    def scale_at(self, tap: GradientTap | ShardedTap, *, in_backward: bool) -> Extra:
         """Return what a window's gradients are multiplied by, which a tap is about to settle.
+
+        Those that the user has unscaled are taken as they are.
 
         Args:
             tap: holds the gradients.
-            is_unscaled: whether the user has unscaled them; they are taken as they are.
+            in_backward: whether backward has just ended, so that nobody can have unscaled them.
 
         Raises:
-            UsageError: a part of their norms was taken before that, or no loss was scaled.
+            UsageError: a part of their norms was taken before that, or only some optimizers' were
+                unscaled; or no loss was scaled.
         """
         if self.scaler is None or tap.is_settled:
             return 1.0
-        if is_unscaled and _minds_unscaling(tap):
+        unscaled = [not in_backward and self._is_unscaled(one) for one in self._optimizers]
+        is_unscaled = any(unscaled)
+        if is_unscaled and (_minds_unscaling(tap) or not all(unscaled)):
             raise UsageError(_UNSCALED_TOO_EARLY)
         if is_unscaled and tap.is_alone:
             return 1.0
@@ -70,8 +71,12 @@ class GradScaling:
 
     def unscale(self) -> None:
         """Divide the gradients by the scale, unless that was done."""
-        if self.scaler is not None and not self.is_unscaled:
-            self.scaler.unscale_(self._optimizer)
+        for one in self._optimizers:
+            if self.scaler is not None and not self._is_unscaled(one):
+                self.scaler.unscale_(one)
+
+    def _is_unscaled(self, optimizer: Optimizer) -> bool:
+        return self.scaler is not None and _compat.is_unscaled(self.scaler, optimizer)
 
     def update(self, *, finite: bool) -> None:
         """Move the scale at the end of a step.
@@ -80,14 +85,15 @@ class GradScaling:
             finite: whether the gradients of all workers were; if not, the scale backs off.
         """
         if self.scaler is not None:
-            if not finite:
-                _compat.note_overflow(self.scaler, self._optimizer)
+            for one in () if finite else self._optimizers:
+                _compat.note_overflow(self.scaler, one)
             self.scaler.update()
 
     def forget(self) -> None:
         """Take the next gradients for scaled ones."""
-        if self.scaler is not None:
-            _compat.forget_unscaling(self.scaler, self._optimizer)
+        for one in self._optimizers:
+            if self.scaler is not None:
+                _compat.forget_unscaling(self.scaler, one)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state by its name, if there is one."""
@@ -110,5 +116,6 @@ _NEVER_SCALED = (
 )
 _UNSCALED_TOO_EARLY = (
     "scaler.unscale_() was called before the gradients of the window were measured and put "
-    "together: use session.backward(loss), which does that, instead of loss.backward()"
+    "together, or for some optimizers only: use session.backward(loss), which puts them together, "
+    "instead of loss.backward(), and unscale behind it"
 )

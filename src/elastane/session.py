@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from elastane import arguments, replica
@@ -29,6 +28,7 @@ from elastane.measuring import Measuring
 from elastane.momentum import Compensation, MomentumRamp
 from elastane.reporting import StepResult
 from elastane.scaling import AdaScale, Rule
+from elastane.schedule import AnySchedule
 from elastane.telemetry import Sink
 
 __all__ = ["Session"]
@@ -43,12 +43,12 @@ class Session:
 
     Args:
         model: the bare module, on its device; the session wraps it.
-        optimizer: torch optimizer over the model's parameters, with the lr of the base batch.
+        optimizer: torch optimizer of the model's parameters, with the base batch's lr; or a list.
         dataset: map-style dataset with a length.
         base_batch_size: `B0`, the batch in samples for which lr and schedule were tuned.
         num_steps: length of the run in base steps, or instead
         num_epochs: in epochs of `ceil(len(dataset) / base_batch_size)` base steps.
-        schedule: torch scheduler in base steps, or a function progress -> multiplier.
+        schedule: torch scheduler in base steps, or several, or a function progress -> multiplier.
         rule: scaling rule; see `elastane.scaling`.
         batch: batch policy, by default `LocalBatch(base_batch_size)`.
         compensation: momentum compensation after a change of batch, or `None`.
@@ -75,12 +75,12 @@ class Session:
         self,
         model: nn.Module,
         *,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         dataset: Dataset[Any] | Any,
         base_batch_size: int,
         num_steps: float | None = None,
         num_epochs: float | None = None,
-        schedule: LRScheduler | Callable[[float], float] | None = None,
+        schedule: AnySchedule = None,
         rule: Rule = AdaScale(),
         batch: BatchPolicy | None = None,
         compensation: Compensation | None = MomentumRamp(),

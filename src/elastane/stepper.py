@@ -8,14 +8,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from elastane.arguments import (
     check_loss,
@@ -30,8 +28,10 @@ from elastane.gradients import Extra, GradientTap
 from elastane.jointly import weighted_joint_norms
 from elastane.layers import LayerNorms
 from elastane.measurement import Measurement
-from elastane.optim import ScaledStep, Schedule, clip_gradients, momentum_of
+from elastane.optim import ScaledStep, clip_gradients, momentum_of
+from elastane.optimizers import AnyOptimizer, members_of
 from elastane.planning import StepPlan
+from elastane.schedule import AnySchedule, Schedule
 from elastane.sharded import ShardedTap
 
 __all__ = ["Outcome", "Stepper"]
@@ -62,10 +62,10 @@ class Stepper:
     """Carries out windows of micro-batches.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's, one or several.
         model: bare module that the optimizer trains.
         controller: decides factor and progress.
-        schedule: moves with progress: scheduler, function or `None`.
+        schedule: moves with progress: scheduler, several, function or `None`.
         step: makes the optimizer's step in its place, or `None`.
         scaler: gradient scaler, or `None`.
         max_norm: norm to which the mean gradient is clipped, or `None`.
@@ -75,11 +75,11 @@ class Stepper:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: AnyOptimizer,
         *,
         model: nn.Module,
         controller: StepController,
-        schedule: LRScheduler | Callable[[float], float] | None,
+        schedule: AnySchedule,
         step: Callable[[], Any] | None,
         scaler: GradScaler | None,
         max_norm: float | None,
@@ -115,12 +115,12 @@ class Stepper:
 
         For as long, joint batch statistics are weighted as the micro-batches are.
         """
-        handle = self._optimizer.register_step_pre_hook(self._refuse_foreign_step)
-        try:
-            with self._layers.watching(), weighted_joint_norms(self._model, share=self._share):
-                yield
-        finally:
-            handle.remove()
+        with ExitStack() as stack:
+            for one in members_of(self._optimizer):
+                stack.callback(one.register_step_pre_hook(self._refuse_foreign_step).remove)
+            stack.enter_context(self._layers.watching())
+            stack.enter_context(weighted_joint_norms(self._model, share=self._share))
+            yield
 
     def _share(self) -> float:
         """Return a micro-batch's weight in proportion to the others'."""
@@ -132,7 +132,8 @@ class Stepper:
         if not self._is_stepping:
             raise UsageError(
                 "optimizer.step() was called inside the session: call session.step() alone, it "
-                "steps the optimizer (through the scaler, if there is one) and the schedule"
+                "steps the optimizer, or all of several (through the scaler, if there is one), and "
+                "the schedule; for optimizers that take turns build a session for each"
             )
 
     def learning_rates(self) -> tuple[float, ...]:
@@ -190,7 +191,7 @@ class Stepper:
                 raise
         if self._is_last:
             with suppress(CommunicationError):
-                self._settle()
+                self._settle(in_backward=True)
 
     def set_aside(self) -> None:
         """End an inner micro-batch."""
@@ -198,7 +199,7 @@ class Stepper:
 
     def finish(self) -> Outcome:
         """End the window: step, or skip on every rank if any gradient is not finite."""
-        measurement = self._settle(is_unscaled=self._scaling.is_unscaled)
+        measurement = self._settle(in_backward=False)
         loss_sum, loss_weight, *rest = measurement.extras
         told, extras = rest[: self._layers.num_told], rest[self._layers.num_told :]
         moments, by_layers = measurement.moments(), None
@@ -243,9 +244,8 @@ class Stepper:
         self._schedule.load_state_dict(state["schedule"], progress=self.controller.progress)
         self._scaling.load_state_dict(state)
 
-    def _settle(self, *, is_unscaled: bool = False) -> Measurement:
-        """Settle the tap; gradients that the user unscaled before it are taken as they are."""
-        scale = self._scaling.scale_at(self.tap, is_unscaled=is_unscaled)
+    def _settle(self, *, in_backward: bool) -> Measurement:
+        scale = self._scaling.scale_at(self.tap, in_backward=in_backward)
         self._scale_of_gradients = scale
         return self.tap.settle(loss_scale=scale)
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.optim import Optimizer
 
 from elastane.batching import World
 from elastane.durability import Keeper
-from elastane.elastic.snapshot import load_state, state_of
+from elastane.elastic.snapshot import load_state, state_of, tensors_of
 from elastane.elastic.whole import dealt, dealt_optimizer
 from elastane.feed import Feed
 from elastane.loop import Loop
+from elastane.optimizers import AnyOptimizer, members_of
 from elastane.reporting import Reporter
 from elastane.sharding import is_sharded
 from elastane.state import SessionState
@@ -30,7 +30,7 @@ class Training:
 
     Args:
         model: bare module.
-        optimizer: the user's.
+        optimizer: the user's, one or several.
         identity: numbers that make it this run.
         loop: knows step and position.
         feed: deals anew for another place.
@@ -44,7 +44,7 @@ class Training:
         self,
         *,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: AnyOptimizer,
         identity: Mapping[str, object],
         loop: Loop,
         feed: Feed,
@@ -102,15 +102,20 @@ class Training:
     def _dealt(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state, of which each worker has the whole, as this worker's part of it."""
         own = {
-            "model": state_of(self._model, self._optimizer)["model"],
+            "model": tensors_of(self._model),
             "stateful": {name: one.state_dict() for name, one in self._stateful.items()},
         }
-        optimizer = dealt_optimizer(state["optimizer"], optimizer=self._optimizer)
-        return {**dealt(state, like=own), "optimizer": optimizer}
+        return {**dealt(state, like=own), "optimizer": self._dealt_optimizer(state["optimizer"])}
+
+    def _dealt_optimizer(self, state: Any) -> Any:
+        if not isinstance(state, list):
+            return dealt_optimizer(state, optimizer=members_of(self._optimizer)[0])
+        pairs = zip(state, members_of(self._optimizer), strict=False)
+        return [dealt_optimizer(one, optimizer=own) for one, own in pairs]
 
     def tensors(self) -> Sequence[Tensor]:
         """Return the model's tensors, in the order in which `state_dict` has them."""
-        return list(state_of(self._model, self._optimizer)["model"].values())
+        return list(tensors_of(self._model).values())
 
     def entered(self, world: World, *, cause: str) -> None:
         """Deal and report for another place from now on."""

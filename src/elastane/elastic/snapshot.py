@@ -13,24 +13,28 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastane.errors import StateError
+from elastane.optimizers import AnyOptimizer, Optimizers, members_of
 from elastane.sharding import local_of
+from elastane.zero import is_zero, load_zero_state, zero_state_of
 
-__all__ = ["load_state", "state_of"]
+__all__ = ["load_state", "state_of", "tensors_of"]
 
 
-def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def state_of(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Any]:
     """Return the state of a model and its optimizer as a tree for transfers and checkpoints.
 
     The tensors are the model's and the optimizer's own, detached: the tree shows what they hold
-    at any later time. Parameters that are tied occur once.
+    at any later time. Parameters that are tied occur once. With a ZeroRedundancyOptimizer it is
+    collective, and rank 0 alone gets the optimizer's state.
 
     Args:
         model: the bare module, or a `Replica`.
-        optimizer: the model's optimizer.
+        optimizer: the model's optimizer, or several.
 
     Returns:
         `"model"`: all parameters, then all buffers (persistent or not), by name; `"optimizer"`:
-        its state dict; and `"extra"`: what modules return from `get_extra_state`, by module name.
+        its state dict, or a list of those of several; and `"extra"`: what modules return from
+        `get_extra_state`, by module name.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -39,13 +43,18 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         (['model', 'optimizer', 'extra'], ['weight', 'bias'])
     """
     return {
-        "model": {name: tensor.detach() for name, tensor in _tensors(model)},
-        "optimizer": optimizer.state_dict(),
+        "model": tensors_of(model),
+        "optimizer": _optimizer_state(optimizer),
         "extra": {name: module.get_extra_state() for name, module in _with_extra(model)},
     }
 
 
-def load_state(model: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters, then all buffers, by name: `state_of`'s `"model"`."""
+    return {name: tensor.detach() for name, tensor in _tensors(model)}
+
+
+def load_state(model: nn.Module, optimizer: AnyOptimizer, tree: Mapping[str, Any]) -> None:
     """Give a model and its optimizer the state that `state_of` returned.
 
     Parameters and buffers are copied in place, so whoever holds them (DDP, the optimizer) sees
@@ -55,7 +64,7 @@ def load_state(model: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any]) 
 
     Args:
         model: built by the same code as the model whose state it is.
-        optimizer: the model's optimizer.
+        optimizer: the model's optimizer, or several.
         tree: returned by `state_of`, `receive_state` or `CheckpointStore.load`.
 
     Raises:
@@ -63,7 +72,9 @@ def load_state(model: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any]) 
     """
     own = dict(_tensors(model))
     _check_model(own, tree["model"])
-    _load_optimizer(optimizer, tree["optimizer"])
+    pairs = _matched(optimizer, tree["optimizer"])
+    for one, state in pairs:
+        _load_optimizer(one, state)
     with torch.no_grad():
         for name, tensor in own.items():
             part, saved = local_of(tensor), local_of(tree["model"][name])
@@ -98,22 +109,48 @@ def _check_model(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tens
             )
 
 
+def _optimizer_state(optimizer: AnyOptimizer) -> Any:
+    if isinstance(optimizer, Optimizers):
+        return [_optimizer_state(one) for one in optimizer.members]
+    return zero_state_of(optimizer) if is_zero(optimizer) else optimizer.state_dict()
+
+
+def _matched(optimizer: AnyOptimizer, state: Any) -> list[tuple[Optimizer, Mapping[str, Any]]]:
+    """Return each optimizer with its state; refuse states that are others'."""
+    members = members_of(optimizer)
+    states = state if isinstance(state, list) else [state]
+    if len(states) != len(members) or isinstance(state, list) != isinstance(optimizer, Optimizers):
+        raise StateError(
+            f"the state is of {len(states)} optimizers and the session has {len(members)}: give it "
+            "as many as before, in a list if they were in one"
+        )
+    for one, saved in zip(members, states, strict=True):
+        sizes = [len(group["params"]) for group in one.param_groups]
+        found = [len(group["params"]) for group in saved["param_groups"]]
+        if sizes != found:
+            raise StateError(
+                f"the state is another optimizer's: it has groups of {found} parameters, and this "
+                f"{type(one).__name__} has {sizes}"
+            )
+    return list(zip(members, states, strict=True))
+
+
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load the state, undoing that torch casts it to the parameters' dtype.
 
     Tensors among the options, such as the lr, stay the same objects: a compiled step holds them.
     """
     options = [dict(group) for group in optimizer.param_groups]
-    try:
+    if is_zero(optimizer):
+        load_zero_state(optimizer, state)
+    else:
         optimizer.load_state_dict(dict(state))
-    except ValueError as error:
-        raise StateError(f"the state is another optimizer's: {error}") from error
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(_in_place(group, own))
     for index, parameter in _numbered(optimizer, state):
         own = optimizer.state.get(parameter, {})
         for name, saved in state["state"].get(index, {}).items():
-            if isinstance(saved, torch.Tensor):
+            if isinstance(saved, torch.Tensor) and name in own:
                 own[name] = _fitted(saved, to=own[name], parameter=parameter)
 
 
