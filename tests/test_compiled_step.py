@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -18,11 +21,31 @@ from elastane.errors import ArgumentError, UsageError
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 
 
+BACKENDS = [
+    "eager",
+    pytest.param(
+        "inductor",
+        marks=[
+            pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler"),
+            pytest.mark.timeout(500),
+        ],
+    ),
+]
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inductor")
+
+
 @pytest.fixture(autouse=True)
-def _fresh_compiler():
+def _fresh_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     torch.compiler.reset()
     counters.clear()
-    yield
+    with torch._inductor.config.patch(compile_threads=1):  # pyright: ignore
+        yield
     torch.compiler.reset()
 
 
@@ -39,14 +62,15 @@ def build(
     tensor: bool = False,
     compiled: bool,
     compile_first: bool = True,
+    backend: str = "eager",
     **options: Any,
 ) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
     model = build_model()
     optimizer = optimizer_of(model, kind=kind, tensor=tensor)
-    step: Any = torch.compile(optimizer.step, backend="eager")
+    step: Any = torch.compile(optimizer.step, backend=backend)
     schedule = CosineAnnealingLR(optimizer, T_max=200)
     if not compile_first:
-        step = torch.compile(optimizer.step, backend="eager")
+        step = torch.compile(optimizer.step, backend=backend)
     session = session_over(
         model,
         optimizer=optimizer,
@@ -62,12 +86,13 @@ def build(
 @pytest.mark.filterwarnings("ignore:AdaScale is made for SGD")
 @pytest.mark.parametrize("tensor", [False, True], ids=["float lr", "tensor lr"])
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
+@backends
 def test_a_compiled_step_trains_like_the_optimizers_own_and_compiles_no_more_than_twice(
-    kind: str, tensor: bool
+    backend: str, kind: str, tensor: bool
 ) -> None:
     records = []
     for compiled in (True, False):
-        session, _, optimizer = build(kind=kind, tensor=tensor, compiled=compiled)
+        session, _, optimizer = build(kind=kind, tensor=tensor, compiled=compiled, backend=backend)
         with session:
             records.append(train(session, max_steps=12))
         lr = optimizer.param_groups[0]["lr"]
@@ -81,8 +106,11 @@ def test_a_compiled_step_trains_like_the_optimizers_own_and_compiles_no_more_tha
 
 
 @pytest.mark.parametrize("compile_first", [True, False])
-def test_the_scheduler_does_not_warn_whichever_was_made_first(compile_first: bool) -> None:
-    session, _, _ = build(compiled=True, compile_first=compile_first)
+@backends
+def test_the_scheduler_does_not_warn_whichever_was_made_first(
+    backend: str, compile_first: bool
+) -> None:
+    session, _, _ = build(compiled=True, compile_first=compile_first, backend=backend)
     with session:
         assert train(session, max_steps=3)["progress"][-1] > 1
 
@@ -158,11 +186,12 @@ def test_a_custom_step_that_others_call_is_refused_as_the_optimizers_own_is() ->
             session._loop.stepper._scaled_step._custom()
 
 
-def test_a_compiled_model_trains_like_the_bare_one() -> None:
+@backends
+def test_a_compiled_model_trains_like_the_bare_one(backend: str) -> None:
     weights = []
     for compiled in (True, False):
         model = build_model()
-        used: Any = torch.compile(model, backend="eager") if compiled else model
+        used: Any = torch.compile(model, backend=backend) if compiled else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         session = session_over(
             used, optimizer=optimizer, num_steps=1e9, batch=GlobalBatch(32, micro_batches=4)

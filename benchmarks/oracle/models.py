@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "Branching",
     "Checkpointed",
     "JointSyncBatchNorm",
+    "Rivals",
     "Tied",
     "branching",
     "checkpointed",
     "jointly_normalized",
     "normalized",
     "perceptron",
+    "rivals",
+    "rivals_loss",
     "tied",
 ]
 
@@ -121,6 +126,40 @@ def checkpointed() -> nn.Sequential:
     torch.manual_seed(0)
     middle = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
     return nn.Sequential(nn.Linear(64, WIDTH), *middle, nn.Linear(WIDTH, 10))
+
+
+class Rivals(nn.Module):
+    """One network that makes images, and one that judges them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 64))
+        self.judge = nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the sum of two losses, each of one network's parameters alone."""
+        made = self.maker(images[:, 26:32])
+        judged = self.judge(images), self.judge(made.detach())
+        loss = F.softplus(-judged[0]).mean() + F.softplus(judged[1]).mean()
+        self.judge.requires_grad_(False)
+        loss = loss + F.softplus(-self.judge(made)).mean()
+        self.judge.requires_grad_(True)
+        return loss
+
+
+def rivals() -> nn.Module:
+    """Return two networks in one module; large weights, so that the samples' gradients differ."""
+    torch.manual_seed(0)
+    model = Rivals()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(2.0 if name.endswith("weight") else 1.0)
+    return model
+
+
+def rivals_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """Return the mean loss of both."""
+    return model(batch[0])
 
 
 class _Sum(torch.autograd.Function):

@@ -22,7 +22,14 @@ from benchmarks.oracle.record import Recorder
 from elastane import LoaderOptions, Measuring, Session, StepResult, WeightAverage
 from elastane.batching import BatchPolicy
 
-__all__ = ["Form", "Turn", "backward", "train"]
+__all__ = ["Form", "Groups", "Turn", "backward", "train"]
+
+Groups = list[dict[str, Any]]
+"""Parameter groups, as an optimizer takes them."""
+
+
+def _one_sgd(groups: Groups) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(groups)]
 
 
 class _Digits(Dataset[tuple[Tensor, int, int]]):
@@ -45,7 +52,7 @@ class Turn:
 
     Attributes:
         session: the open session.
-        optimizer: the user's.
+        optimizer: the user's, or the first of several.
         scaler: the session's, or `None`.
         job: what is trained.
         batch: the micro-batch.
@@ -77,13 +84,15 @@ class Form:
 
     Attributes:
         batch: batch policy by the number of workers.
-        options: further arguments of the session, given the optimizer.
+        optimizers: makes them of the parameter groups.
+        options: further arguments of the session, given the first optimizer.
         wrap: what the user makes of the bare model before training.
         lr: what a learning rate is given as.
         turn: what is done with a micro-batch before `step()`.
     """
 
     batch: Callable[[int], BatchPolicy]
+    optimizers: Callable[[Groups], list[torch.optim.Optimizer]] = _one_sgd
     options: Callable[[torch.optim.Optimizer], Mapping[str, Any]] = lambda _: {}
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     lr: Callable[[float], Any] = float
@@ -103,26 +112,27 @@ def train(
         save: where to leave a state.
     """
     model = job.model()
-    optimizer = torch.optim.SGD(_groups(form, job, model))
+    optimizers = form.optimizers(_groups(form, job, model))
     average = WeightAverage(model, decay=job.average_decay or 0.0)
-    options = form.options(optimizer)
-    session = _session(form, job, model, optimizer=optimizer, options=options)
-    parts = {"model": model, "optimizer": optimizer, "session": session, "average": average}
+    options = form.options(optimizers[0])
+    session = _session(form, job, model, optimizers=optimizers, options=options)
+    parts = {"model": model, "session": session, "average": average}
+    parts |= {f"optimizer {number}": one for number, one in enumerate(optimizers)}
     if state is not None:
         for name, saved in torch.load(state, weights_only=True).items():
             parts[name].load_state_dict(saved)
     recorder = Recorder(model)
     with session:
         turn = partial(
-            Turn, session=session, optimizer=optimizer, scaler=options.get("scaler"), job=job
+            Turn, session=session, optimizer=optimizers[0], scaler=options.get("scaler"), job=job
         )
         for result in _results(session, form=form, turn=turn, recorder=recorder):
             average.update(result)
             _freeze(job, model, step=recorder.num_committed)
             if recorder.num_committed == num_steps:
                 break
-    if save is not None and session.world.rank == 0:
-        torch.save({name: part.state_dict() for name, part in parts.items()}, save)
+    if save is not None:
+        _save(parts, save, rank=session.world.rank)
     record = recorder.finished()
     if job.average_decay is not None:
         weights = [tensor.double().reshape(-1) for tensor in average.weights.values()]
@@ -130,7 +140,15 @@ def train(
     return record
 
 
-def _groups(form: Form, job: Job, model: nn.Module) -> list[dict[str, Any]]:
+def _save(parts: Mapping[str, Any], path: Path, *, rank: int) -> None:
+    for part in parts.values():
+        if isinstance(part, torch.optim.Optimizer) and hasattr(part, "consolidate_state_dict"):
+            part.consolidate_state_dict()  # a ZeroRedundancyOptimizer's, on all workers
+    if rank == 0:
+        torch.save({name: part.state_dict() for name, part in parts.items()}, path)
+
+
+def _groups(form: Form, job: Job, model: nn.Module) -> Groups:
     return [
         {
             "params": [p for name, p in model.named_parameters() if name.startswith(group.prefix)],
@@ -147,7 +165,7 @@ def _session(
     job: Job,
     model: nn.Module,
     *,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     options: Mapping[str, Any],
 ) -> Session:
     _freeze(job, model, step=0)
@@ -155,7 +173,7 @@ def _session(
     per = "param_group" if job.gain_per_group else "model"
     return Session(
         form.wrap(model),
-        optimizer=optimizer,
+        optimizer=optimizers if len(optimizers) > 1 else optimizers[0],
         dataset=_Digits(job.num_samples),
         base_batch_size=BASE_BATCH,
         num_steps=1e9,

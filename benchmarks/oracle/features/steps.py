@@ -1,7 +1,8 @@
-"""Features of the step: clipping, parameter groups, learning rates, compiled steps, averages."""
+"""Features of the step: clipping, groups, optimizers, learning rates, compiled steps, averages."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.oracle.features.feature import Feature, Record, grid_of
 from benchmarks.oracle.job import Group, Job
-from benchmarks.oracle.subject import Form, Turn, backward
+from benchmarks.oracle.models import rivals, rivals_loss
+from benchmarks.oracle.subject import Form, Groups, Turn, backward
 from elastane import LocalBatch
 
 __all__ = ["FEATURES"]
@@ -28,9 +30,25 @@ def _some_were_clipped(records: Sequence[Record]) -> bool:
     return clipped == {True, False}
 
 
+def _one_each(groups: Groups) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD([group]) for group in groups]
+
+
+def _zero(groups: Groups) -> list[torch.optim.Optimizer]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own import of torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return [ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=0.0)]
+
+
 _GROUPS = (
     Group(prefix="0.", lr=0.03, momentum=0.9, weight_decay=0.0),
     Group(prefix="2.", lr=0.01, momentum=0.5, weight_decay=1e-2),
+)
+
+_RIVALS = (
+    Group(prefix="judge.", lr=0.03, momentum=0.5),
+    Group(prefix="maker.", lr=0.01, momentum=0.5),
 )
 
 FEATURES = (
@@ -48,6 +66,39 @@ FEATURES = (
     ),
     Feature(name="parameter groups", job=Job(groups=_GROUPS)),
     Feature(name="parameter groups, a gain for each", job=Job(groups=_GROUPS, gain_per_group=True)),
+    Feature(
+        name="several optimizers",
+        form=Form(batch=grid_of(4), optimizers=_one_each),
+        job=Job(groups=_GROUPS),
+    ),
+    Feature(
+        name="several optimizers, a gain for each",
+        form=Form(batch=grid_of(4), optimizers=_one_each),
+        job=Job(groups=_GROUPS, gain_per_group=True),
+    ),
+    Feature(
+        name="several optimizers, change of workers",
+        form=Form(batch=lambda _: LocalBatch(12, micro_batches=2), optimizers=_one_each),
+        job=Job(groups=_GROUPS),
+        worlds=((1, 2, 4, 3),),
+    ),
+    Feature(
+        name="two models, a summed loss",
+        form=Form(batch=grid_of(4), optimizers=_one_each),
+        job=Job(model=rivals, loss=rivals_loss, groups=_RIVALS, gain_per_group=True),
+    ),
+    Feature(
+        name="ZeRO",
+        form=Form(batch=grid_of(4), optimizers=_zero),
+        job=Job(groups=_GROUPS),
+        worlds=((2,), (4,)),
+    ),
+    Feature(
+        name="ZeRO, change of workers",
+        form=Form(batch=lambda _: LocalBatch(12, micro_batches=2), optimizers=_zero),
+        job=Job(groups=_GROUPS),
+        worlds=((2, 4, 3),),
+    ),
     Feature(name="lr as a tensor", form=Form(batch=grid_of(4), lr=torch.tensor)),
     Feature(
         name="compiled optimizer step",
