@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,14 +33,8 @@ BACKENDS = [
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("inductor")
-
-
 @pytest.fixture(autouse=True)
-def _fresh_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+def _fresh_compiler():
     torch.compiler.reset()
     counters.clear()
     with torch._inductor.config.patch(compile_threads=1):  # pyright: ignore

@@ -400,7 +400,7 @@ def test_a_scheduler_of_another_optimizer_is_refused():
 
 @pytest.mark.parametrize("schedule", ["cosine", 0.5, [1.0]])
 def test_a_schedule_of_another_kind_is_refused(schedule):
-    with pytest.raises(ArgumentError, match="schedule="):
+    with pytest.raises(ArgumentError, match=r"schedule(\[0\])?="):
         Schedule(schedule, optimizer=sgd(), num_steps=10)
 
 
@@ -442,7 +442,7 @@ def test_a_function_that_answers_nonsense_ends_the_step_before_the_optimizer_mov
     optimizer = torch.optim.SGD([weight], lr=0.5)
     schedule = Schedule(lambda tau: answer if tau else 1.0, optimizer=optimizer, num_steps=10)
     weight.grad = torch.ones(1)
-    with pytest.raises(ArgumentError, match="schedule="):
+    with pytest.raises(ArgumentError, match=r"schedule(\[0\])?="):
         ScaledStep(optimizer, schedule).step([1.0], progress=1.0)
     assert weight.item() == 1.0
 

@@ -54,6 +54,8 @@ def row_of(name: str, record: dict[str, Any]) -> Any:
         "scaler",
         "clipping by max_norm",
         "parameter groups, a gain for each",
+        "several optimizers",
+        "two models, a summed loss",
         "lr as a tensor",
         "average of the weights",
         "tied and shared weights",
@@ -157,6 +159,7 @@ def test_two_workers_train_as_the_oracle_says() -> None:
         "scaler, unscaled and clipped by the user",
         "unused parameters",
         "SyncBatchNorm, uneven batches",
+        "ZeRO",
     )
     rows = rows_of([Case(feature=name, worlds=(2,)) for name in names], limit_s=300)
     assert [row.ok for row in rows] == [True] * len(names), rows
