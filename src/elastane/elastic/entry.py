@@ -5,23 +5,25 @@ One function, for members that have met already. Knows nothing of the supervisor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from elastane._compat import PrefixStore, TCPStore
 from elastane.batching import World
+from elastane.elastic.cut import cut, put_together
 from elastane.elastic.opening import open_group
 from elastane.elastic.sockets import GroupSockets
 from elastane.elastic.transfer import receive_state, send_state
 from elastane.errors import CommunicationError, StateError
 from elastane.group import Trainee, Wrapping
 from elastane.peers import Breaker, Peers, digest_of
+from elastane.sharded_wrapping import ShardedWrapping
 
-__all__ = ["TORN", "Entry", "Standing", "TornError", "enter_group", "sources"]
+__all__ = ["TORN", "Entry", "Standing", "TornError", "enter_group", "parts_of", "sources"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +36,16 @@ class Entry:
         is_current: whether its state is the job's; not that of a process that has just started,
             or was left behind.
         source: rank whose state was the most advanced.
+        parts: where each member has a part of the state only: what it, and each of those that
+            take their state from it, is to have, by rank. All of them were cut from the group
+            before, so that nobody's state is another's.
     """
 
     turns: int
     outcome: Any
     is_current: bool
     source: int = 0
+    parts: Mapping[int, Any] = field(default_factory=dict[int, Any])
 
 
 class TornError(CommunicationError):
@@ -91,7 +97,7 @@ def enter_group(
     prefix: str,
     world: World,
     store: Callable[[], TCPStore],
-    wrapping: Wrapping,
+    wrapping: Wrapping | ShardedWrapping,
     trainee: Trainee,
     sockets: GroupSockets,
     breaker: Breaker,
@@ -127,16 +133,24 @@ def enter_group(
         entry = _resumed(entry, trainee=trainee)
         standings = _gather(entry, trainee=trainee, peers=peers, device=device, rank=world.rank)
     with pause("copying state"):
-        entry = _equalize(entry, standings, rank=world.rank, peers=peers, trainee=trainee)
-    wrapping.use(peers, spread_weights=False)
+        if wrapping.in_shards and any(standing.is_current for standing in standings):
+            wrapping.use(peers, spread_weights=False)  # its shards are to be filled
+            entry = _fill(
+                entry, standings, rank=world.rank, peers=peers, wrapping=wrapping, trainee=trainee
+            )
+        else:
+            entry = _equalize(entry, standings, rank=world.rank, peers=peers, trainee=trainee)
+            wrapping.use(peers, spread_weights=False)
     wrapping.merge_statistics(counted=entry.is_current)
     return entry
 
 
-def _enter_alone(entry: Entry, *, wrapping: Wrapping, trainee: Trainee) -> Entry:
+def _enter_alone(entry: Entry, *, wrapping: Wrapping | ShardedWrapping, trainee: Trainee) -> Entry:
     wrapping.use(None)
     if entry.is_current:
-        return entry
+        if entry.parts:
+            _take_part(entry.parts[0], wrapping=wrapping, trainee=trainee)
+        return replace(entry, parts={})
     return replace(_resumed(entry, trainee=trainee), is_current=True)
 
 
@@ -180,6 +194,81 @@ def _gather(
             f"here {shown}: start all of them with the same arguments"
         )
     return [Standing(is_current=bool(one[0]), turns=one[1]) for one in values]
+
+
+def _fill(
+    entry: Entry,
+    standings: Sequence[Standing],
+    *,
+    rank: int,
+    peers: Peers,
+    wrapping: Wrapping | ShardedWrapping,
+    trainee: Trainee,
+) -> Entry:
+    """Fill the shards of all ranks from the parts that the current ones have brought.
+
+    Raises:
+        CommunicationError: the group broke; the state of this member is void, as its part is.
+    """
+    source = sources(standings)[rank]
+    breaker = peers.breaker
+    for receiver, part in entry.parts.items():
+        if receiver != rank:
+            state = {"training": part, "outcome": entry.outcome}
+            send_state(state, to=receiver, group=peers.group, breaker=breaker)
+    if source == rank:
+        part, outcome = entry.parts[rank], entry.outcome
+    else:
+        state = receive_state(source=source, group=peers.group, breaker=breaker)
+        part, outcome = state["training"], state["outcome"]
+    _take_part(part, wrapping=wrapping, trainee=trainee)
+    return Entry(
+        turns=standings[source].turns,
+        outcome=outcome,
+        is_current=source == rank,
+        source=source,
+    )
+
+
+def _take_part(part: Any, *, wrapping: Wrapping | ShardedWrapping, trainee: Trainee) -> None:
+    assert isinstance(wrapping, ShardedWrapping)
+    assert wrapping.mesh is not None
+    trainee.load_state_dict(put_together(part, mesh=wrapping.mesh, device=wrapping.device))
+
+
+def parts_of(
+    trainee: Trainee,
+    *,
+    before: Collection[int],
+    members: Sequence[int],
+    worker: int,
+    peers: Peers | None,
+    on_host: bool,
+) -> Mapping[int, Any]:
+    """Return what a member of a sharded group brings to the next one, by rank in that.
+
+    Collective over the group that it is still in: also who leaves has to take part.
+
+    Args:
+        trainee: gives the state.
+        before: ids of the workers in the group.
+        members: of those in the next one, in the order of their ranks.
+        worker: own id.
+        peers: the group; `None` for one worker.
+        on_host: whether the state lies on the CPU.
+
+    Raises:
+        CommunicationError: the group broke.
+    """
+    standings = [Standing(is_current=member in before, turns=0) for member in members]
+    own = members.index(worker) if worker in members else None
+    wanted = [rank for rank, source in enumerate(sources(standings)) if source == own]
+    state = trainee.state_dict()
+
+    def cut_all() -> Mapping[int, Any]:
+        return cut(state, num_parts=len(members), wanted=wanted)
+
+    return cut_all() if peers is None else peers.call(cut_all, on_host=on_host)
 
 
 def _equalize(

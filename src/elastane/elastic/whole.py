@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = ["dealt", "dealt_optimizer", "gathered"]
+from elastane.sharding import shard_of
+
+__all__ = ["branches", "dealt", "dealt_optimizer", "gathered", "rebuilt"]
 
 
 def gathered(tree: Any, *, keep: bool) -> Any:
@@ -30,7 +32,7 @@ def gathered(tree: Any, *, keep: bool) -> Any:
         whole = tree.detach()
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
         return whole.to("cpu", copy=not isinstance(tree, DTensor)) if keep else None
-    return _rebuilt(tree, {key: gathered(one, keep=keep) for key, one in _items(tree)})
+    return rebuilt(tree, {key: gathered(one, keep=keep) for key, one in branches(tree)})
 
 
 def dealt(tree: Any, *, like: Any) -> Any:
@@ -44,19 +46,19 @@ def dealt(tree: Any, *, like: Any) -> Any:
             stays whole.
     """
     if isinstance(like, DTensor) and isinstance(tree, torch.Tensor):
-        return _shard_of(tree, like)
-    known = dict(_items(like))
-    return _rebuilt(tree, {key: dealt(one, like=known.get(key)) for key, one in _items(tree)})
+        return shard_of(tree, like=like)
+    known = dict(branches(like))
+    return rebuilt(tree, {key: dealt(one, like=known.get(key)) for key, one in branches(tree)})
 
 
-def _items(tree: Any) -> Iterable[tuple[Any, Any]]:
+def branches(tree: Any) -> Iterable[tuple[Any, Any]]:
     """Return the branches of a tree by their names or numbers; none of a leaf."""
     if isinstance(tree, dict):
         return tree.items()
     return enumerate(tree) if isinstance(tree, (list, tuple)) else ()
 
 
-def _rebuilt(tree: Any, branches: Mapping[Any, Any]) -> Any:
+def rebuilt(tree: Any, branches: Mapping[Any, Any]) -> Any:
     """Return a tree with other branches; a leaf as it is."""
     if isinstance(tree, dict):
         return type(tree)(branches)
@@ -88,13 +90,4 @@ def dealt_optimizer(state: Mapping[str, Any], *, optimizer: Optimizer) -> dict[s
 def _like_parameter(value: Any, parameter: nn.Parameter | None) -> Any:
     if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor):
         return value
-    return _shard_of(value, parameter) if value.shape == parameter.shape else value
-
-
-def _shard_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    if isinstance(whole, DTensor):
-        return whole
-    device = like.to_local().device
-    return distribute_tensor(
-        whole.to(device), like.device_mesh, like.placements, src_data_rank=None
-    )
+    return shard_of(value, like=parameter) if value.shape == parameter.shape else value
