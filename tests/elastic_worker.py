@@ -248,6 +248,7 @@ def train(
 ) -> None:
     seen: list[int] = []
     num_made, is_poisoned = 0, False
+    tells_digest = options.sharded and not options.batch_norm  # workers' statistics differ
 
     def gated_hits(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         recorder.wait_at("evaluation")
@@ -298,7 +299,7 @@ def train(
             world_size=result.world_size,
             skipped=result.skipped,
             norm=result.grad_norm,
-            digest=digest(session, optimizer) if options.sharded else None,
+            digest=digest(session, optimizer) if tells_digest else None,
             statistics=statistics_of(session.model) if options.batch_norm else None,
         )
         if result.generation == options.dies_in:
