@@ -24,7 +24,7 @@ FLOAT64 = torch.float64
 folder, out = sys.argv[1:]
 model = {name}()
 state = {{"model": model.state_dict(), "optimizer": {{"state": {{
-    number: {{"momentum_buffer": torch.zeros_like(p)}} for number, p in enumerate(model.parameters())
+    n: {{"momentum_buffer": torch.zeros_like(p)}} for n, p in enumerate(model.parameters())
 }}}}}}
 dcp.load(state, checkpoint_id=folder)
 model.load_state_dict(state["model"])
