@@ -5,90 +5,25 @@ One function, for members that have met already. Knows nothing of the supervisor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from elastane._compat import PrefixStore, TCPStore
 from elastane.batching import World
-from elastane.elastic.cut import cut, put_together
+from elastane.elastic.handover import fill, take_part
 from elastane.elastic.opening import open_group
 from elastane.elastic.sockets import GroupSockets
+from elastane.elastic.standing import TORN, Entry, Standing, TornError, sources
 from elastane.elastic.transfer import receive_state, send_state
 from elastane.errors import CommunicationError, StateError
 from elastane.group import Trainee, Wrapping
 from elastane.peers import Breaker, Peers, digest_of
 from elastane.sharded_wrapping import ShardedWrapping
 
-__all__ = ["TORN", "Entry", "Standing", "TornError", "enter_group", "parts_of", "sources"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """What a member brings to a group, and what it has after it entered.
-
-    Attributes:
-        turns: steps, evaluations and the like that it has ended with the others.
-        outcome: of the last turn that was no step.
-        is_current: whether its state is the job's; not that of a process that has just started,
-            or was left behind.
-        source: rank whose state was the most advanced.
-        parts: where each member has a part of the state only: what it, and each of those that
-            take their state from it, is to have, by rank. All of them were cut from the group
-            before, so that nobody's state is another's.
-    """
-
-    turns: int
-    outcome: Any
-    is_current: bool
-    source: int = 0
-    parts: Mapping[int, Any] = field(default_factory=dict[int, Any])
-
-
-class TornError(CommunicationError):
-    """A newcomer's state came only in part: it is worth less than none."""
-
-
-TORN = Entry(turns=-1, outcome=None, is_current=False)
-"""What a newcomer brings whose state is torn: nobody may take it, itself included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """Where a member stands, as all members know it of each other."""
-
-    is_current: bool
-    turns: int
-
-
-def sources(standings: Sequence[Standing]) -> list[int]:
-    """Return for each rank whose state it takes: its own, or one of the most advanced.
-
-    The most advanced are the current members with most turns, or if none is current the lowest
-    of the ranks with most turns alone: then only one state can be the job's. Whoever needs a
-    state takes one of the most advanced in turn, so that no one has to serve all.
-
-    Args:
-        standings: of each rank.
-
-    Example:
-        >>> ahead, behind = (Standing(is_current=True, turns=t) for t in (7, 6))
-        >>> new = Standing(is_current=False, turns=0)
-        >>> sources([behind, ahead, new, ahead])
-        [1, 1, 3, 3]
-    """
-    ranks = range(len(standings))
-    current = [rank for rank in ranks if standings[rank].is_current]
-    most = max(standings[rank].turns for rank in current or ranks)
-    ahead = [rank for rank in current or ranks if standings[rank].turns == most]
-    if not current:
-        ahead = ahead[:1]
-    needy = [rank for rank in ranks if rank not in ahead]
-    taken = {rank: ahead[place % len(ahead)] for place, rank in enumerate(needy)}
-    return [taken.get(rank, rank) for rank in ranks]
+__all__ = ["enter_group"]
 
 
 def enter_group(
@@ -135,7 +70,7 @@ def enter_group(
     with pause("copying state"):
         if wrapping.in_shards and any(standing.is_current for standing in standings):
             wrapping.use(peers, spread_weights=False)  # its shards are to be filled
-            entry = _fill(
+            entry = fill(
                 entry, standings, rank=world.rank, peers=peers, wrapping=wrapping, trainee=trainee
             )
         else:
@@ -149,7 +84,7 @@ def _enter_alone(entry: Entry, *, wrapping: Wrapping | ShardedWrapping, trainee:
     wrapping.use(None)
     if entry.is_current:
         if entry.parts:
-            _take_part(entry.parts[0], wrapping=wrapping, trainee=trainee)
+            take_part(entry.parts[0], wrapping=wrapping, trainee=trainee)
         return replace(entry, parts={})
     return replace(_resumed(entry, trainee=trainee), is_current=True)
 
@@ -194,81 +129,6 @@ def _gather(
             f"here {shown}: start all of them with the same arguments"
         )
     return [Standing(is_current=bool(one[0]), turns=one[1]) for one in values]
-
-
-def _fill(
-    entry: Entry,
-    standings: Sequence[Standing],
-    *,
-    rank: int,
-    peers: Peers,
-    wrapping: Wrapping | ShardedWrapping,
-    trainee: Trainee,
-) -> Entry:
-    """Fill the shards of all ranks from the parts that the current ones have brought.
-
-    Raises:
-        CommunicationError: the group broke; the state of this member is void, as its part is.
-    """
-    source = sources(standings)[rank]
-    breaker = peers.breaker
-    for receiver, part in entry.parts.items():
-        if receiver != rank:
-            state = {"training": part, "outcome": entry.outcome}
-            send_state(state, to=receiver, group=peers.group, breaker=breaker)
-    if source == rank:
-        part, outcome = entry.parts[rank], entry.outcome
-    else:
-        state = receive_state(source=source, group=peers.group, breaker=breaker)
-        part, outcome = state["training"], state["outcome"]
-    _take_part(part, wrapping=wrapping, trainee=trainee)
-    return Entry(
-        turns=standings[source].turns,
-        outcome=outcome,
-        is_current=source == rank,
-        source=source,
-    )
-
-
-def _take_part(part: Any, *, wrapping: Wrapping | ShardedWrapping, trainee: Trainee) -> None:
-    assert isinstance(wrapping, ShardedWrapping)
-    assert wrapping.mesh is not None
-    trainee.load_state_dict(put_together(part, mesh=wrapping.mesh, device=wrapping.device))
-
-
-def parts_of(
-    trainee: Trainee,
-    *,
-    before: Collection[int],
-    members: Sequence[int],
-    worker: int,
-    peers: Peers | None,
-    on_host: bool,
-) -> Mapping[int, Any]:
-    """Return what a member of a sharded group brings to the next one, by rank in that.
-
-    Collective over the group that it is still in: also who leaves has to take part.
-
-    Args:
-        trainee: gives the state.
-        before: ids of the workers in the group.
-        members: of those in the next one, in the order of their ranks.
-        worker: own id.
-        peers: the group; `None` for one worker.
-        on_host: whether the state lies on the CPU.
-
-    Raises:
-        CommunicationError: the group broke.
-    """
-    standings = [Standing(is_current=member in before, turns=0) for member in members]
-    own = members.index(worker) if worker in members else None
-    wanted = [rank for rank, source in enumerate(sources(standings)) if source == own]
-    state = trainee.state_dict()
-
-    def cut_all() -> Mapping[int, Any]:
-        return cut(state, num_parts=len(members), wanted=wanted)
-
-    return cut_all() if peers is None else peers.call(cut_all, on_host=on_host)
 
 
 def _equalize(

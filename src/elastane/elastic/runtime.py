@@ -26,11 +26,13 @@ import torch.distributed as dist
 from elastane import protocol
 from elastane._env import ElasticLaunch
 from elastane.batching import World
-from elastane.elastic.entry import TORN, Entry, TornError, enter_group, parts_of
+from elastane.elastic.entry import enter_group
+from elastane.elastic.handover import parts_of
 from elastane.elastic.held import HeldGroup
 from elastane.elastic.link import Link
 from elastane.elastic.meeting import Arrival, Superseded, meet, participants
 from elastane.elastic.signals import on_sigterm
+from elastane.elastic.standing import TORN, Entry, TornError
 from elastane.errors import CommunicationError, UsageError
 from elastane.group import Trainee, Wrapping
 from elastane.peers import Peers
