@@ -12,29 +12,36 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
-from training import Digits, weights_of
+from training import Digits
 
 import elastane
 from elastane import GlobalBatch, LoaderOptions, LocalBatch, Session
 from elastane._env import ElasticLaunch, elastic_launch
 from elastane.durability import Checkpointing
 from elastane.elastic.link import connect
+from elastane.elastic.whole import gathered
 
 RULES = {"adascale": elastane.AdaScale(), "linear": elastane.Linear()}
 BATCHES = {
     "local": LocalBatch(8, micro_batches=2),
     "grid": GlobalBatch(32, micro_batches=4),
     "global": GlobalBatch(32),
+}
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.002),
 }
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler | None]] = {
     "constant": lambda _: None,
@@ -58,6 +65,9 @@ class Options:
         nan_at: step whose loss is not finite when it is tried first.
         checkpoint_every: steps between two checkpoints.
         dies_in: generation of which this worker makes the first step, and dies.
+        sharded: whether the session shards the model; then each step tells a digest of the state.
+        average_decay: of a moving average of the weights that is part of the state.
+        optimizer: of two kinds.
     """
 
     num_steps: float = 1e9
@@ -79,6 +89,9 @@ class Options:
     nan_at: int | None = None
     checkpoint_every: int | None = None
     dies_in: int | None = None
+    sharded: bool = False
+    average_decay: float | None = None
+    optimizer: str = "sgd"
 
 
 class Recorder:
@@ -126,19 +139,23 @@ class Recorder:
 
 
 def digest(session: Session, optimizer: torch.optim.Optimizer) -> str:
-    """Return a hash of all state that workers must have in common."""
-    momentum = [
-        value.reshape(-1).double()
-        for state in optimizer.state_dict()["state"].values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    buffers = [buffer.reshape(-1).double() for buffer in session.model.buffers()]
+    """Return a hash of all state that workers must have in common; collective if it is sharded."""
+    tensors = [*session.model.parameters(), *optimizer_tensors(optimizer), *session.model.buffers()]
     state = session.state_dict()
     state.pop("rng")
-    everything = torch.cat([weights_of(session.model).double(), *momentum, *buffers])
-    text = everything.numpy().tobytes() + repr(state).encode()
+    text = flat(tensors).numpy().tobytes() + repr(state).encode()
     return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = optimizer.state_dict()["state"].values()
+    return [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return tensors, and shards as the whole that they are of, in one float64 vector."""
+    whole = gathered(list(tensors), keep=True)
+    return torch.cat([one.reshape(-1).double() for one in whole] or [torch.empty(0)])
 
 
 def build_model(options: Options, *, worker: int) -> nn.Module:
@@ -152,9 +169,12 @@ def build_model(options: Options, *, worker: int) -> nn.Module:
 
 def build_session(
     options: Options, *, model: nn.Module, dataset: Digits
-) -> tuple[Session, torch.optim.Optimizer]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+) -> tuple[Session, torch.optim.Optimizer, elastane.WeightAverage | None]:
+    optimizer = OPTIMIZERS[options.optimizer](model)
     every = options.checkpoint_every
+    stateful = {}
+    if options.average_decay is not None:
+        stateful["average"] = elastane.WeightAverage(model, decay=options.average_decay)
     session = Session(
         model,
         optimizer=optimizer,
@@ -166,9 +186,16 @@ def build_session(
         batch=BATCHES[options.batch],
         loader=LoaderOptions(seed=options.loader_seed, num_workers=options.num_workers),
         checkpoint=None if every is None else Checkpointing(every_s=None, every_steps=every),
+        stateful=stateful,
+        shard=shard if options.sharded else None,
         progress_bar=False,
     )
-    return session, optimizer
+    return session, optimizer, stateful.get("average")
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(cast("nn.Sequential", model)[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def run(folder: Path, environment: dict[str, str], options: Options) -> None:
@@ -185,15 +212,17 @@ def run(folder: Path, environment: dict[str, str], options: Options) -> None:
     recorder = Recorder(folder, launch)
     model = build_model(options, worker=launch.worker)
     dataset = Digits(options.num_samples, dtype=getattr(torch, options.dtype))
-    session, optimizer = build_session(options, model=model, dataset=dataset)
+    session, optimizer, average = build_session(options, model=model, dataset=dataset)
     with session:
-        train(session, optimizer, options=options, recorder=recorder, dataset=dataset)
+        train(session, optimizer, average, options=options, recorder=recorder, dataset=dataset)
         evaluation = session.evaluate(hits, dataset, batch_size=64)
         recorder.write(
             "end",
             correct=evaluation.sums["correct"],
             digest=digest(session, optimizer),
-            weights=weights_of(model).tolist(),
+            weights=flat(model.parameters()).tolist(),
+            optimizer=flat(optimizer_tensors(optimizer)).tolist(),
+            average=None if average is None else flat(average.weights.values()).tolist(),
             position=session.position,
             lr=optimizer.param_groups[0]["lr"],
         )
@@ -211,6 +240,7 @@ def hits(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
 def train(
     session: Session,
     optimizer: torch.optim.Optimizer,
+    average: elastane.WeightAverage | None,
     *,
     options: Options,
     recorder: Recorder,
@@ -218,6 +248,7 @@ def train(
 ) -> None:
     seen: list[int] = []
     num_made, is_poisoned = 0, False
+    tells_digest = options.sharded and not options.batch_norm  # workers' statistics differ
 
     def gated_hits(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         recorder.wait_at("evaluation")
@@ -251,6 +282,8 @@ def train(
         if result is None:
             continue
         num_made = result.step
+        if average is not None:
+            average.update(result)
         recorder.write(
             "step",
             generation=result.generation,
@@ -265,6 +298,8 @@ def train(
             scale=result.scale,
             world_size=result.world_size,
             skipped=result.skipped,
+            norm=result.grad_norm,
+            digest=digest(session, optimizer) if tells_digest else None,
             statistics=statistics_of(session.model) if options.batch_norm else None,
         )
         if result.generation == options.dies_in:

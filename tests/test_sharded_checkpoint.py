@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plain_torch import read_by_torch_alone
 from sharded_job import build, oracle, session_of, shard, train, weights_of
 from workers import run_workers
 
@@ -72,27 +69,6 @@ class Average:
             self._sum[name].copy_(value)
 
 
-READ = """
-import sys
-sys.modules["elastane"] = None  # an import of it would fail
-import torch
-import torch.distributed.checkpoint as dcp
-from sharded_job_model import build
-folder, out = sys.argv[1:]
-model = build(seed=9)
-state = {"model": model.state_dict(), "optimizer": {"state": {
-    number: {"momentum_buffer": torch.zeros_like(p)} for number, p in enumerate(model.parameters())
-}}}
-dcp.load(state, checkpoint_id=folder)
-model.load_state_dict(state["model"])
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-optimizer.load_state_dict({**optimizer.state_dict(), "state": state["optimizer"]["state"]})
-weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-momenta = torch.cat([optimizer.state[p]["momentum_buffer"].reshape(-1) for p in model.parameters()])
-torch.save({"weights": weights, "momenta": momenta}, out)
-"""
-
-
 def run(kind: str, world_size: int, kept: Path, **options: Any) -> list[dict[str, Any]]:
     work = partial(resumed, kind, world_size, kept, **options)
     return run_workers(work, world_size=world_size, folder=kept.parent, timeout_s=600)
@@ -115,26 +91,12 @@ def test_a_sharded_run_goes_on_with_another_number_of_ranks_and_loads_without_el
         done += 10
         assert records[0]["gain"] == pytest.approx(wanted["gain"][done - 10 : done], rel=1e-9)
         if done == 30:
-            read_by_torch_alone(kept, records[0], folder=tmp_path)
+            newest = CheckpointStore(kept).newest()
+            assert newest is not None
+            read = read_by_torch_alone(newest.path, build, folder=tmp_path)
+            assert torch.equal(read["weights"], records[0]["weights"])
+            assert torch.equal(read["momenta"], records[0]["momenta"])
     assert torch.allclose(records[0]["weights"], wanted["weights"], rtol=1e-9, atol=1e-12)
-
-
-def read_by_torch_alone(kept: Path, record: dict[str, Any], *, folder: Path) -> None:
-    """Load the newest checkpoint into the bare model, in a process without elastane."""
-    script, out = folder / "read.py", folder / "read"
-    source = inspect.getsource(build)
-    script.write_text(READ.replace("from sharded_job_model import build", IMPORTS + source))
-    newest = CheckpointStore(kept).newest()
-    assert newest is not None
-    command = [sys.executable, "-W", "ignore", str(script), str(newest.path), str(out)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run(command, check=True, timeout=900, env=environment, cwd=folder)
-    read = torch.load(out, weights_only=True)
-    assert torch.equal(read["weights"], record["weights"])
-    assert torch.equal(read["momenta"], record["momenta"])
-
-
-IMPORTS = "from torch import nn\nFLOAT64 = torch.float64\n\n"
 
 
 def test_a_sharded_run_of_two_copies_ends_with_a_last_checkpoint(tmp_path: Path) -> None:

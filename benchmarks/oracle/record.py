@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from elastane import StepResult
+from elastane.elastic.whole import gathered
+from elastane.sharding import local_of
 
 __all__ = ["Recorder", "weights_of"]
 
@@ -65,10 +67,12 @@ class Recorder:
             "windows": self._windows,
             "start": self._start,
             "weights": self._before,
+            "num_held": sum(local_of(p).numel() for p in self._model.parameters()),
             "buffers": {n: b.double() for n, b in self._model.named_buffers() if b.ndim},
         }
 
 
 def weights_of(model: nn.Module) -> Tensor:
-    """Return a copy of all weights in one float64 vector."""
-    return torch.cat([parameter.detach().double().reshape(-1) for parameter in model.parameters()])
+    """Return a copy of all weights in one float64 vector; collective if the model is sharded."""
+    whole = gathered(list(model.parameters()), keep=True)
+    return torch.cat([parameter.double().reshape(-1) for parameter in whole])

@@ -86,6 +86,7 @@ class Form:
         batch: batch policy by the number of workers.
         optimizers: makes them of the parameter groups.
         options: further arguments of the session, given the first optimizer.
+        prepare: what the user makes of the bare model before the optimizer is built.
         wrap: what the user makes of the bare model before training.
         lr: what a learning rate is given as.
         turn: what is done with a micro-batch before `step()`.
@@ -94,6 +95,7 @@ class Form:
     batch: Callable[[int], BatchPolicy]
     optimizers: Callable[[Groups], list[torch.optim.Optimizer]] = _one_sgd
     options: Callable[[torch.optim.Optimizer], Mapping[str, Any]] = lambda _: {}
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     lr: Callable[[float], Any] = float
     turn: Callable[[Turn], None] = backward
@@ -111,7 +113,7 @@ def train(
         state: of an earlier training, to go on from.
         save: where to leave a state.
     """
-    model = job.model()
+    model = form.prepare(job.model())
     optimizers = form.optimizers(_groups(form, job, model))
     average = WeightAverage(model, decay=job.average_decay or 0.0)
     options = form.options(optimizers[0])

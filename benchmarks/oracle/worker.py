@@ -138,12 +138,13 @@ def _train(case: Case, *, folder: Path, rank: int, world_size: int) -> dict[str,
     phase = case.worlds.index(world_size)
     ends = [NUM_STEPS * (done + 1) // len(case.worlds) for done in range(len(case.worlds))]
     before = case.worlds[phase - 1] if phase else None
+    state = case.file(folder, world_size=world_size, kind="state")
     return train(
         feature.form,
         feature.job,
         num_steps=ends[phase] - (ends[phase - 1] if phase else 0),
         state=None if before is None else case.file(folder, world_size=before, kind="state"),
-        save=case.file(folder, world_size=world_size, kind="state"),
+        save=None if phase + 1 == len(ends) else state,
     )
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 __all__ = [
     "FileStore",
     "GradBucket",
+    "HashStore",
     "PrefixStore",
     "Store",
     "TCPStore",
@@ -44,6 +45,7 @@ foreach_lerp_: Callable[..., None] = torch._foreach_lerp_  # pyright: ignore[rep
 foreach_mul_: Callable[..., None] = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm: Callable[..., list[torch.Tensor]] = torch._foreach_norm  # pyright: ignore
 FileStore = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
+HashStore = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]

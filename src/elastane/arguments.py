@@ -83,6 +83,9 @@ def check_session(given: Mapping[str, Any]) -> None:
     if given["step"] is not None:
         way_out = "For example torch.compile(optimizer.step), or None."
         check_function("step", given["step"], way_out=way_out)
+    if given["shard"] is not None:
+        way_out = "A function of (model, mesh) that calls fully_shard, or None."
+        check_function("shard", given["shard"], way_out=way_out)
     kinds = {
         "measuring": (Measuring, "For example elastane.Measuring(every=4)."),
         "loader": (LoaderOptions, "For example elastane.LoaderOptions(num_workers=2)."),

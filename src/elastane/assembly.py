@@ -6,15 +6,19 @@ Changes nothing outside: no file, no process, no group.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from elastane import _env, arguments, jointly, replica
 from elastane.batching import BatchPolicy, LocalBatch, World
 from elastane.controller import StepController
 from elastane.durability import Checkpointing, Keeper
+from elastane.elastic.resharding import Resharding
 from elastane.elastic.runtime import ElasticMembership
 from elastane.evaluation import Evaluator
 from elastane.feed import Feed
@@ -22,9 +26,10 @@ from elastane.fixed import FixedMembership, discover_world
 from elastane.gradients import GradientTap
 from elastane.group import Membership, Wrapping
 from elastane.loop import Loop
-from elastane.optimizers import joined, members_of
+from elastane.optimizers import AnyOptimizer, joined, members_of
 from elastane.reporting import Reporter
-from elastane.sharded import ShardedTap, ShardedWrapping
+from elastane.sharded import ShardedTap
+from elastane.sharded_wrapping import ShardedWrapping
 from elastane.sharding import is_sharded, sharding_of
 from elastane.state import SessionState
 from elastane.stepper import Stepper
@@ -74,7 +79,8 @@ _NOT_IN_PLACE = (
 )
 _RESTARTED = (
     "the model is sharded, so no worker can do without the others: any change of the workers ends "
-    "all of them, and all start again from the last checkpoint"
+    "all of them, and all start again from the last checkpoint; leave fully_shard to the session, "
+    "with shard=, and they may join and leave in place"
 )
 _GAIN_TOO_LARGE = (
     "the model has SyncBatchNorm, which ties the workers' gradients to one another: the noise "
@@ -91,10 +97,11 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         model: what users will hold; its inner module is the model given.
     """
     launch, loader, measuring = _env.elastic_launch(), given["loader"], given["measuring"]
-    sharded = is_sharded(model.inner)
-    elastic = None if sharded else launch
+    by_user = is_sharded(model.inner)
+    sharded = by_user or given["shard"] is not None
+    elastic = None if by_user else launch
     world = discover_world() if elastic is None else World(world_size=elastic.expected_workers)
-    if sharded:
+    if by_user:
         sharding_of(model.inner, world_size=world.world_size)
     optimizer = joined(given["optimizer"])
     zeros = [one for one in members_of(optimizer) if is_zero(one)]
@@ -145,7 +152,12 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         per=measuring.per,
         tap=ShardedTap if sharded else GradientTap,
     )
-    membership = _membership(model, stepper, world=world, launch=launch, ddp=given["ddp"] or {})
+    build = None
+    if given["shard"] is not None:
+        build = _builder(model.inner, stepper, optimizer=optimizer, shard=given["shard"])
+    membership = _membership(
+        model, stepper, world=world, launch=launch, ddp=given["ddp"] or {}, build=build
+    )
     run = {
         "num_samples": feed.num_samples,
         "base_batch_size": given["base_batch_size"],
@@ -204,6 +216,24 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
     )
 
 
+def _builder(
+    model: nn.Module,
+    stepper: Stepper,
+    *,
+    optimizer: AnyOptimizer,
+    shard: Callable[[nn.Module, DeviceMesh], Any],
+) -> Callable[[DeviceMesh], nn.Module]:
+    """Return what shards the model over a mesh, and has its new parameters measured."""
+    resharding = Resharding(model, optimizer=optimizer, shard=shard)
+
+    def build(mesh: DeviceMesh) -> nn.Module:
+        root = resharding(mesh)
+        stepper.take_parameters()
+        return root
+
+    return build
+
+
 def _membership(
     model: replica.Replica,
     stepper: Stepper,
@@ -211,14 +241,16 @@ def _membership(
     world: World,
     launch: _env.ElasticLaunch | None,
     ddp: Mapping[str, Any],
+    build: Callable[[DeviceMesh], nn.Module] | None,
 ) -> Membership:
     """Return the workers: those that stay, or those that come and go."""
     if isinstance(stepper.tap, ShardedTap):
-        if launch is not None:
+        wrapping = ShardedWrapping(model, tap=stepper.tap, build=build)
+        if launch is not None and build is None:
             warnings.warn(_RESTARTED, stacklevel=5)
-        return FixedMembership(ShardedWrapping(model, tap=stepper.tap), world=world)
-    wrapping = Wrapping(model, tap=stepper.tap, ddp=ddp)
-    if launch is None:
+    else:
+        wrapping = Wrapping(model, tap=stepper.tap, ddp=ddp)
+    if launch is None or (wrapping.in_shards and build is None):
         return FixedMembership(wrapping, world=world)
     if jointly.communicates_in_forward(model):
         warnings.warn(_NOT_IN_PLACE, stacklevel=5)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from elastane._compat import foreach_lerp_
 from elastane.errors import ArgumentError, StateError, check_choice, describe
+from elastane.sharding import shard_of
 
 __all__ = ["AveragedStep", "WeightAverage", "averaging_weight"]
 
@@ -114,6 +115,7 @@ class WeightAverage:
         self._position, self._progress = result.position, result.progress
         present = {name: p.detach() for name, p in self._model.named_parameters()}
         known = [name for name in present if name in self.weights]
+        self._split_like(present)
         self.weights |= {n: p.clone() for n, p in present.items() if n not in self.weights}
         if known:
             share = averaging_weight(self._decay, base_steps=base_steps)
@@ -126,12 +128,17 @@ class WeightAverage:
         Buffers, such as the running statistics of BatchNorm, stay those of the model.
         """
         parameters = dict(self._model.named_parameters())
+        self._split_like(parameters)
         kept = {name: parameters[name].detach().clone() for name in self.weights}
         try:
             _copy(self.weights, parameters)
             yield
         finally:
             _copy(kept, parameters)
+
+    def _split_like(self, parameters: Mapping[str, Tensor]) -> None:
+        """Keep shards of what is whole, where the model has been sharded since."""
+        self.weights = {n: shard_of(w, like=parameters[n]) for n, w in self.weights.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average; its weights load into the bare model with `strict=False`."""
@@ -159,7 +166,7 @@ class WeightAverage:
                     "model has not: build the model that it was saved with"
                 )
         self.weights = {
-            name: saved.detach().to(parameters[name]).clone()
+            name: shard_of(saved.detach(), like=parameters[name]).to(parameters[name]).clone()
             for name, saved in state["weights"].items()
         }
         self._position, self._progress = int(state["position"]), float(state["progress"])

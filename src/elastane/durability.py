@@ -159,18 +159,24 @@ class Keeper:
         """Write and publish a checkpoint of a final step now, and wait for it.
 
         Several workers may do so at once when they have lost each other: one of them writes.
+        Where each has a part of the state only, all of them must, and they must not be lost.
         """
         if self._store is None or self._saver is None or self._policy is None:
             return
         self._saver.discard(0)
         self._saver.wait()
+        state = self._state()
+        if self._in_shards:
+            state = gathered(state, keep=self._world.rank == 0)
+            if self._world.rank != 0:
+                return
         with exclusive(self._store.folder):
             newest: Checkpoint | None = None
             with suppress(StateError):  # a whole one is all the more wanted
                 newest = self._store.newest()
             generation = self._generation
             if newest is None or newest.place < (generation, step):
-                self._store.save(self._state(), step=step, generation=generation)
+                self._store.save(state, step=step, generation=generation)
 
     def newest(self) -> Mapping[str, Any] | None:
         """Return the state in the newest whole checkpoint, if there is one."""

@@ -18,7 +18,7 @@ from elastane.batching import World
 from elastane.errors import CommunicationError
 from elastane.group import Trainee, Wrapping
 from elastane.peers import Peers
-from elastane.sharded import ShardedWrapping
+from elastane.sharded_wrapping import ShardedWrapping
 
 __all__ = ["FixedMembership", "discover_world"]
 

@@ -156,6 +156,8 @@ class Wrapping:
         ddp: further arguments of DDP.
     """
 
+    in_shards = False
+
     def __init__(self, model: replica.Replica, *, tap: GradientTap, ddp: Mapping[str, Any]) -> None:
         self.model = model
         self._tap = tap

@@ -42,19 +42,24 @@ _OWN_DDP_ARGUMENTS = {
 }
 
 
-def check_model(model: nn.Module, *, ddp: Mapping[str, Any]) -> None:
+def check_model(
+    model: nn.Module, *, ddp: Mapping[str, Any], shard: Callable[..., Any] | None = None
+) -> None:
     """Refuse what can't be trained by a session.
 
     Args:
         model: bare module, or one that `fully_shard` was applied to.
         ddp: further arguments for DDP.
+        shard: the user's function that shards the model, or `None`.
 
     Raises:
         UnsupportedError: a model that is wrapped already, or with sparse gradients.
         ArgumentError: nothing to train, or an argument that DDP does not have.
     """
     _check_ddp(ddp)
-    if ddp and is_sharded(model):
+    if shard is not None:
+        _check_to_be_sharded(model)
+    if ddp and (shard is not None or is_sharded(model)):
         rule, way_out = "given with a sharded model, which DDP does not wrap", "Leave it out."
         raise ArgumentError(describe("ddp", dict(ddp), rule=rule, way_out=way_out))
     for name, module in model.named_modules():
@@ -71,6 +76,26 @@ def check_model(model: nn.Module, *, ddp: Mapping[str, Any]) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         rule, way_out = "has no parameter that requires a gradient", "Unfreeze something."
         raise ArgumentError(describe("model", type(model).__name__, rule=rule, way_out=way_out))
+
+
+def _check_to_be_sharded(model: nn.Module) -> None:
+    """Refuse what would not be the same model after it was copied bare and sharded."""
+    if is_sharded(model):
+        rule = "given with a model that is sharded already"
+        way_out = "Pass the bare module, and leave fully_shard to this function."
+        raise ArgumentError(describe("shard", "a function", rule=rule, way_out=way_out))
+    for name, module in model.named_modules():
+        where = f"model.{name}" if name else "model"
+        if any(kind.__name__.endswith("SyncBatchNorm") for kind in type(module).__mro__):
+            raise UnsupportedError(
+                f"{where} has statistics of all workers' batches, which are weighted by hooks that "
+                "a model sharded anew would lose: take BatchNorm, or leave shard out"
+            )
+        if type(module).__name__ == "OptimizedModule":
+            raise UnsupportedError(
+                f"{where} is compiled already, and a model sharded anew would not be: call "
+                "module.compile() in the function that you pass as shard"
+            )
 
 
 def fewest_samples(model: nn.Module) -> int:
@@ -202,11 +227,16 @@ class Replica(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._parameters, self._buffers = model._parameters, model._buffers
-        self._modules = model._modules
         self.__dict__["inner"] = model
+        self.follow()
         self.__dict__["_wrapper"] = self.__dict__["_on_failure"] = None
         self.training = model.training
+
+    def follow(self) -> None:
+        """Have the inner module's parameters, buffers and modules, also if it has new ones."""
+        inner = self.__dict__["inner"]
+        for name in ("_parameters", "_buffers", "_modules"):
+            self.__dict__[name] = inner.__dict__[name]
 
     def use(
         self, wrapper: nn.Module | None, *, on_failure: Callable[[str], None] | None = None

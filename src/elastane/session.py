@@ -14,6 +14,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
@@ -62,6 +63,9 @@ class Session:
         stateful: further objects with `state_dict` and `load_state_dict`, by name, such as a moving
             average of the weights: in checkpoints, and equal on workers that join.
         ddp: further arguments of `DistributedDataParallel`, such as `find_unused_parameters`.
+        shard: shards the model instead: a function that is called with a bare module and a mesh of
+            all workers, and calls `fully_shard`. It is called again, for another module, whenever
+            the workers change.
         run_dir: folder for the run's events (written by rank 0).
         sinks: further receivers of events (on rank 0).
         progress_bar: draw one, where standard error is a terminal.
@@ -92,13 +96,14 @@ class Session:
         checkpoint: Checkpointing | None = None,
         stateful: Mapping[str, Stateful] = MappingProxyType({}),
         ddp: Mapping[str, Any] | None = None,
+        shard: Callable[[nn.Module, DeviceMesh], Any] | None = None,
         run_dir: str | PathLike[str] | None = None,
         sinks: Sequence[Sink] = (),
         progress_bar: bool = True,
     ) -> None:
         given = dict(locals())
         arguments.check_session(given)
-        replica.check_model(model, ddp=ddp or {})
+        replica.check_model(model, ddp=ddp or {}, shard=shard)
         self.model = replica.Replica(model)
         self._parts = assemble(given, model=self.model)
         self._loop = self._parts.loop

@@ -5,10 +5,9 @@ Knows shards, and what their group is; nothing of rules, data or schedules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastane._compat import foreach_mul_
@@ -17,12 +16,11 @@ from elastane.gradients import Extra, as_vector
 from elastane.measurement import Measurement, read_measurement
 from elastane.norms import squared_norm, squared_norm_of_all
 from elastane.peers import Peers
-from elastane.replica import Replica
 from elastane.sharded_unit import Unit
-from elastane.sharding import Sharding, local_of, sharding_of, units_of
+from elastane.sharding import Sharding, local_of, units_of
 from elastane.window import Window
 
-__all__ = ["ShardedTap", "ShardedWrapping"]
+__all__ = ["ShardedTap"]
 
 
 class ShardedTap(Window):
@@ -189,66 +187,6 @@ class ShardedTap(Window):
             for number, group in enumerate(gradients):
                 means[number] = squared_norm_of_all(group) if group else 0.0
         return torch.cat([local, as_vector(told, device), means])
-
-
-class ShardedWrapping:
-    """The sharded model in place of a wrapper: what `elastane.group.Wrapping` is for DDP.
-
-    Args:
-        model: the module that users hold.
-        tap: measures the model's gradients.
-    """
-
-    def __init__(self, model: Replica, *, tap: ShardedTap) -> None:
-        self.model = model
-        self._tap = tap
-        self._trainable: frozenset[int] = frozenset()
-        self.peers: Peers | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """The model's device."""
-        return next(self.model.parameters()).device
-
-    def use(self, peers: Peers | None) -> None:
-        """Measure over a group from now on; all copies get the weights of the first.
-
-        Args:
-            peers: all workers, or `None`.
-        """
-        self.drop()
-        world_size = 1 if peers is None else dist.get_world_size(peers.group)
-        sharding = sharding_of(self.model.inner, world_size=world_size)
-        self._tap.attach(self.model.inner, sharding=sharding, peers=peers)
-        self.peers = peers
-        if peers is not None:
-            peers.call(lambda: self._spread(sharding, peers), on_host=self.device.type == "cpu")
-
-    @torch.no_grad()
-    def _spread(self, sharding: Sharding, peers: Peers) -> None:
-        """Give all copies the weights of the first, and all ranks the buffers of rank 0."""
-        if sharding.num_replicas > 1:
-            replicas = sharding.mesh.get_group(0)
-            for parameter in self.model.parameters():
-                dist.broadcast(local_of(parameter), group=replicas, group_src=0)
-        for buffer in _plain_buffers(self.model):
-            dist.broadcast(buffer, group=peers.group, group_src=0)
-
-    def refresh(self) -> None:
-        """Look again where parameters belong, if others train; FSDP itself notices."""
-        trainable = frozenset(id(p) for p in self.model.parameters() if p.requires_grad)
-        if trainable != self._trainable:
-            self._trainable = trainable
-            self._tap.find_groups()
-
-    def drop(self) -> None:
-        """Let go of the group."""
-        self._tap.detach()
-        self.peers = None
-
-
-def _plain_buffers(model: nn.Module) -> Iterator[Tensor]:
-    yield from (buffer for buffer in model.buffers() if type(buffer) is Tensor)
 
 
 _BROKEN = (

@@ -12,11 +12,11 @@ from typing import cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elastane.errors import UnsupportedError
 
-__all__ = ["Sharding", "is_sharded", "local_of", "sharding_of", "units_of"]
+__all__ = ["Sharding", "is_sharded", "local_of", "shard_of", "sharding_of", "units_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,17 @@ def is_sharded(model: nn.Module) -> bool:
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, in the same memory; a plain tensor is its own."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def shard_of(whole: Tensor, *, like: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor that each rank has whole, split like another tensor.
+
+    Without communication. What is a shard already stays one, and so does what is like a whole.
+    """
+    if not isinstance(like, DTensor) or isinstance(whole, DTensor):
+        return whole
+    on_device = whole.to(like.to_local().device)
+    return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def sharding_of(model: nn.Module, *, world_size: int) -> Sharding:

@@ -151,9 +151,7 @@ class Stepper:
         if self._count() != self._num_parameters:
             check_optimizer(self._optimizer, self._model)
             self.discard()
-            groups = parameter_groups(self._optimizer, per=self._per)
-            self.tap.set_groups(groups)
-            self.controller.resize_groups(len(groups))
+            self.controller.resize_groups(self.take_parameters())
             self._num_parameters = self._count()
         single = len(plan.micro_batches) == 1 and self.tap.is_alone
         measure = self.controller.wants_measurement
@@ -162,6 +160,12 @@ class Stepper:
         self._layers.begin(plan.batch_samples if by_layers else 0)
         self._plan, self._extras = plan, extras
         self._loss_sum, self._loss_weight = 0.0, 0.0
+
+    def take_parameters(self) -> int:
+        """Measure the parameters that the optimizer has now; return the number of their groups."""
+        groups = parameter_groups(self._optimizer, per=self._per)
+        self.tap.set_groups(groups)
+        return len(groups)
 
     def begin(self, weight: float, *, last: bool) -> None:
         """Announce a micro-batch and the weight of its mean loss."""

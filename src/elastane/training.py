@@ -17,7 +17,7 @@ from elastane.elastic.snapshot import load_state, state_of, tensors_of
 from elastane.elastic.whole import dealt, dealt_optimizer
 from elastane.feed import Feed
 from elastane.loop import Loop
-from elastane.optimizers import AnyOptimizer, members_of
+from elastane.optimizers import AnyOptimizer
 from elastane.reporting import Reporter
 from elastane.sharding import is_sharded
 from elastane.state import SessionState
@@ -105,13 +105,8 @@ class Training:
             "model": tensors_of(self._model),
             "stateful": {name: one.state_dict() for name, one in self._stateful.items()},
         }
-        return {**dealt(state, like=own), "optimizer": self._dealt_optimizer(state["optimizer"])}
-
-    def _dealt_optimizer(self, state: Any) -> Any:
-        if not isinstance(state, list):
-            return dealt_optimizer(state, optimizer=members_of(self._optimizer)[0])
-        pairs = zip(state, members_of(self._optimizer), strict=False)
-        return [dealt_optimizer(one, optimizer=own) for one, own in pairs]
+        optimizer = dealt_optimizer(state["optimizer"], optimizer=self._optimizer)
+        return {**dealt(state, like=own), "optimizer": optimizer}
 
     def tensors(self) -> Sequence[Tensor]:
         """Return the model's tensors, in the order in which `state_dict` has them."""

@@ -1,12 +1,18 @@
 """The rows of the table: what people train with, each written down for library and oracle."""
 
-from benchmarks.oracle.features import batches, kinds, precision, steps
+from benchmarks.oracle.features import batches, kinds, precision, sharded, steps
 from benchmarks.oracle.features.feature import Feature
 
 __all__ = ["FEATURES", "Feature"]
 
 FEATURES: dict[str, Feature] = {
     feature.name: feature
-    for feature in (*batches.FEATURES, *precision.FEATURES, *steps.FEATURES, *kinds.FEATURES)
+    for feature in (
+        *batches.FEATURES,
+        *precision.FEATURES,
+        *steps.FEATURES,
+        *kinds.FEATURES,
+        *sharded.FEATURES,
+    )
 }
 """All features by name, in the order of the table."""

@@ -7,82 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from elastane._compat import PrefixStore, TCPStore
 from elastane.batching import World
+from elastane.elastic.handover import fill, take_part
 from elastane.elastic.opening import open_group
 from elastane.elastic.sockets import GroupSockets
+from elastane.elastic.standing import TORN, Entry, Standing, TornError, sources
 from elastane.elastic.transfer import receive_state, send_state
 from elastane.errors import CommunicationError, StateError
 from elastane.group import Trainee, Wrapping
 from elastane.peers import Breaker, Peers, digest_of
+from elastane.sharded_wrapping import ShardedWrapping
 
-__all__ = ["TORN", "Entry", "Standing", "TornError", "enter_group", "sources"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """What a member brings to a group, and what it has after it entered.
-
-    Attributes:
-        turns: steps, evaluations and the like that it has ended with the others.
-        outcome: of the last turn that was no step.
-        is_current: whether its state is the job's; not that of a process that has just started,
-            or was left behind.
-        source: rank whose state was the most advanced.
-    """
-
-    turns: int
-    outcome: Any
-    is_current: bool
-    source: int = 0
-
-
-class TornError(CommunicationError):
-    """A newcomer's state came only in part: it is worth less than none."""
-
-
-TORN = Entry(turns=-1, outcome=None, is_current=False)
-"""What a newcomer brings whose state is torn: nobody may take it, itself included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """Where a member stands, as all members know it of each other."""
-
-    is_current: bool
-    turns: int
-
-
-def sources(standings: Sequence[Standing]) -> list[int]:
-    """Return for each rank whose state it takes: its own, or one of the most advanced.
-
-    The most advanced are the current members with most turns, or if none is current the lowest
-    of the ranks with most turns alone: then only one state can be the job's. Whoever needs a
-    state takes one of the most advanced in turn, so that no one has to serve all.
-
-    Args:
-        standings: of each rank.
-
-    Example:
-        >>> ahead, behind = (Standing(is_current=True, turns=t) for t in (7, 6))
-        >>> new = Standing(is_current=False, turns=0)
-        >>> sources([behind, ahead, new, ahead])
-        [1, 1, 3, 3]
-    """
-    ranks = range(len(standings))
-    current = [rank for rank in ranks if standings[rank].is_current]
-    most = max(standings[rank].turns for rank in current or ranks)
-    ahead = [rank for rank in current or ranks if standings[rank].turns == most]
-    if not current:
-        ahead = ahead[:1]
-    needy = [rank for rank in ranks if rank not in ahead]
-    taken = {rank: ahead[place % len(ahead)] for place, rank in enumerate(needy)}
-    return [taken.get(rank, rank) for rank in ranks]
+__all__ = ["enter_group"]
 
 
 def enter_group(
@@ -91,7 +32,7 @@ def enter_group(
     prefix: str,
     world: World,
     store: Callable[[], TCPStore],
-    wrapping: Wrapping,
+    wrapping: Wrapping | ShardedWrapping,
     trainee: Trainee,
     sockets: GroupSockets,
     breaker: Breaker,
@@ -127,16 +68,24 @@ def enter_group(
         entry = _resumed(entry, trainee=trainee)
         standings = _gather(entry, trainee=trainee, peers=peers, device=device, rank=world.rank)
     with pause("copying state"):
-        entry = _equalize(entry, standings, rank=world.rank, peers=peers, trainee=trainee)
-    wrapping.use(peers, spread_weights=False)
+        if wrapping.in_shards and any(standing.is_current for standing in standings):
+            wrapping.use(peers, spread_weights=False)  # its shards are to be filled
+            entry = fill(
+                entry, standings, rank=world.rank, peers=peers, wrapping=wrapping, trainee=trainee
+            )
+        else:
+            entry = _equalize(entry, standings, rank=world.rank, peers=peers, trainee=trainee)
+            wrapping.use(peers, spread_weights=False)
     wrapping.merge_statistics(counted=entry.is_current)
     return entry
 
 
-def _enter_alone(entry: Entry, *, wrapping: Wrapping, trainee: Trainee) -> Entry:
+def _enter_alone(entry: Entry, *, wrapping: Wrapping | ShardedWrapping, trainee: Trainee) -> Entry:
     wrapping.use(None)
     if entry.is_current:
-        return entry
+        if entry.parts:
+            take_part(entry.parts[0], wrapping=wrapping, trainee=trainee)
+        return replace(entry, parts={})
     return replace(_resumed(entry, trainee=trainee), is_current=True)
 
 

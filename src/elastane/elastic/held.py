@@ -12,6 +12,7 @@ import torch.distributed as dist
 from elastane.elastic.sockets import GroupSockets
 from elastane.group import Wrapping
 from elastane.peers import Breaker
+from elastane.sharded_wrapping import ShardedWrapping
 
 __all__ = ["HeldGroup"]
 
@@ -25,7 +26,7 @@ class HeldGroup:
         wrapping: of the model; it has the group's peers.
     """
 
-    def __init__(self, wrapping: Wrapping) -> None:
+    def __init__(self, wrapping: Wrapping | ShardedWrapping) -> None:
         self.wrapping = wrapping
         self.sockets = GroupSockets()
         self.breaker = Breaker()

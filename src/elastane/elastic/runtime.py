@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -26,15 +26,18 @@ import torch.distributed as dist
 from elastane import protocol
 from elastane._env import ElasticLaunch
 from elastane.batching import World
-from elastane.elastic.entry import TORN, Entry, TornError, enter_group
+from elastane.elastic.entry import enter_group
+from elastane.elastic.handover import parts_of
 from elastane.elastic.held import HeldGroup
 from elastane.elastic.link import Link
 from elastane.elastic.meeting import Arrival, Superseded, meet, participants
 from elastane.elastic.signals import on_sigterm
+from elastane.elastic.standing import TORN, Entry, TornError
 from elastane.errors import CommunicationError, UsageError
 from elastane.group import Trainee, Wrapping
 from elastane.peers import Peers
 from elastane.protocol import Beat, Broken, Done, Entered, Generation, Leaving, Ready
+from elastane.sharded_wrapping import ShardedWrapping
 
 __all__ = ["ElasticMembership", "WorkerLeft"]
 
@@ -47,6 +50,10 @@ _ORPHANED = "there is no launcher any more: this worker writes a checkpoint and 
 _LEFT_BEHIND = (
     "the others went on without this worker while it was in session.evaluate: it ends, and another "
     "takes its place"
+)
+_SHARD_LOST = (
+    "another worker is gone, and with it its shard of the model: all workers end, and others go on "
+    "from the newest checkpoint"
 )
 
 
@@ -62,12 +69,13 @@ class ElasticMembership:
         launch: what the launcher said of this worker.
     """
 
-    def __init__(self, wrapping: Wrapping, *, launch: ElasticLaunch) -> None:
+    def __init__(self, wrapping: Wrapping | ShardedWrapping, *, launch: ElasticLaunch) -> None:
         self._group = HeldGroup(wrapping)
         self._launch = launch
         self._link = Link(launch, beat=self._beat, on_change=self._break_if_broken)
         self._trainee: Trainee | None = None
         self._members: tuple[int, ...] = ()
+        self._since = 0  # generation that the group was opened for
         self._is_over = False
         self._tried = 0
         self._met = (0, 0)  # generation, meetings in it so far
@@ -109,6 +117,8 @@ class ElasticMembership:
     def rehearsed(self) -> None:
         """Say that this worker is ready, wait until it is let in, and go in."""
         self.warming = False
+        if isinstance(self._group.wrapping, ShardedWrapping):
+            self._group.wrapping.rehearse()
         # What went before does not concern this worker.
         self._tried = self._link.history.newest.number
         gc.freeze()  # an automatic collection would fall into somebody's pause, too
@@ -117,6 +127,8 @@ class ElasticMembership:
 
     def start_window(self) -> None:
         """Change members if all have agreed to; wrap anew if other parameters train."""
+        if self.warming and self._group.wrapping.in_shards:
+            self.rehearsed()  # a whole model may fit on no device
         if self._switch_agreed:
             self._regroup(evaluating=False)
         while not self.warming:
@@ -212,27 +224,34 @@ class ElasticMembership:
         """
         stayed = self._is_current
         planned, self._switch_agreed = self._switch_agreed, False
-        self._leave_group(at_once=not planned)
+        if not planned:
+            self._end_if_a_shard_is_lost()
+        if not self._holds_shard:
+            self._leave_group(at_once=not planned)
         while True:
             generation = self._next_generation(planned=planned, evaluating=evaluating)
             stayed = stayed and self._is_current
-            planned = False
+            planned = self._holds_shard
             try:
                 is_whole = self._enter(generation, evaluating=evaluating)
             except (CommunicationError, Superseded) as error:
                 self._is_torn = self._is_torn or isinstance(error, TornError)
                 why = str(error)
+                if isinstance(error, CommunicationError) or self._is_broken():
+                    self._end_if_a_shard_is_lost()
             else:
                 self._switch_agreed = not is_whole
                 return stayed
-            self._leave_group()
+            if not self._holds_shard:
+                self._leave_group()
             self._tried = generation.number
             if self._link.history.newest.number == generation.number:
                 self._complain(why)
 
     def _next_generation(self, *, planned: bool, evaluating: bool) -> Generation:
         """Wait for a generation to enter; leave the process if this worker is dismissed."""
-        worker, expects_one = self._launch.worker, self._is_current
+        worker = self._launch.worker
+        expects_one = self._is_current and not self._holds_shard  # its group may be whole
         while True:
             generation = self._link.wait_newer(self._tried, timeout_s=_LOOK_AROUND_S)
             if generation is None:
@@ -244,8 +263,13 @@ class ElasticMembership:
             elif worker in self._link.history.dismissed:
                 nobody_stays = not generation.members
                 may_save = self.world.rank == 0 if planned else self._is_current
+                if self._holds_shard:
+                    may_save = True  # all of them put the whole together
+                    if not nobody_stays:
+                        self._parts(generation.members)
                 self._leave(save=nobody_stays and may_save)
             elif worker not in generation.members:
+                self._end_if_a_shard_is_lost()
                 if evaluating:
                     warnings.warn(_LEFT_BEHIND, stacklevel=2)
                     self._leave(save=False, code=EXIT_LEFT_BEHIND)
@@ -264,10 +288,11 @@ class ElasticMembership:
         """Enter a generation; return whether all its members take part, newcomers too."""
         if self._met[0] != generation.number:
             self._met = (generation.number, 0)
-        self._group.renew()
-        self._is_entering = True
-        self._members = generation.members
-        taking_part = self._meet(generation, evaluating=evaluating)
+        if self._holds_shard:
+            taking_part, parts = self._part(generation)
+        else:
+            self._open_for(generation)
+            taking_part, parts = self._meet(generation, evaluating=evaluating), {}
         if self._is_broken():
             raise Superseded
         worker, trainee = self._launch.worker, self._held()
@@ -278,7 +303,12 @@ class ElasticMembership:
         )
         with self._link.lending() as lend:
             entry = enter_group(
-                Entry(turns=self._turns, outcome=self._outcome, is_current=self._is_current)
+                Entry(
+                    turns=self._turns,
+                    outcome=self._outcome,
+                    is_current=self._is_current,
+                    parts=parts,
+                )
                 if not self._is_torn
                 else TORN,
                 prefix=f"{protocol.group_prefix(generation.number)}/{self._met[1]}",
@@ -307,6 +337,45 @@ class ElasticMembership:
         if self._is_over:
             self._tell_end()
         return is_whole
+
+    def _open_for(self, generation: Generation) -> None:
+        """Be between two groups: what becomes of this worker, the next one's members decide."""
+        self._group.renew()
+        self._members, self._since = generation.members, generation.number
+        # Who holds a shard can't give a generation up that it has met the others for.
+        self._is_entering = not self._group.wrapping.in_shards
+
+    def _part(self, generation: Generation) -> tuple[tuple[int, ...], Mapping[int, Any]]:
+        """Meet the next group, and only then leave this one: its last act cuts the state anew."""
+        if self._is_broken():
+            raise Superseded
+        taking_part = self._meet(generation, evaluating=False)
+        parts = self._parts(taking_part)
+        self._leave_group(at_once=False)
+        self._open_for(generation)
+        return taking_part, parts
+
+    def _parts(self, members: Sequence[int]) -> Mapping[int, Any]:
+        with self.pause("cutting the state anew"):
+            return parts_of(
+                self._held(),
+                before=self._members,
+                members=members,
+                worker=self._launch.worker,
+                peers=self.peers,
+                on_host=self._group.wrapping.device.type == "cpu",
+            )
+
+    @property
+    def _holds_shard(self) -> bool:
+        """Whether a part of the job's state is on this worker alone."""
+        return self._is_current and self._group.wrapping.in_shards
+
+    def _end_if_a_shard_is_lost(self) -> None:
+        """End this process where no group can hold that lacks a member of the last one."""
+        if self._holds_shard:
+            warnings.warn(_SHARD_LOST, stacklevel=2)
+            self._leave(save=False, code=EXIT_LEFT_BEHIND)
 
     def _tell_end(self) -> None:
         self._link.tell(Done(worker=self._launch.worker, step=self._held().step))
@@ -340,7 +409,7 @@ class ElasticMembership:
         While it is being entered, any newer generation ends that for all alike: one member that
         went on to the newer one would keep the others waiting.
         """
-        history, since = self._link.history, self._met[0]
+        history, since = self._link.history, self._since
         if self._is_entering:
             return history.newest.number > since
         return history.is_broken(self._members, since=since)

@@ -107,6 +107,11 @@ def _check_model(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tens
                 f"model.{name} is {tensor.dtype} {tuple(tensor.shape)} and the state has "
                 f"{saved[name].dtype} {tuple(saved[name].shape)}: build the model as it was"
             )
+        if local_of(tensor).shape != local_of(saved[name]).shape:
+            raise StateError(
+                f"model.{name} is split in another way than in the state: shard it alike for any "
+                "number of workers"
+            )
 
 
 def _optimizer_state(optimizer: AnyOptimizer) -> Any:

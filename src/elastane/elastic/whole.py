@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = ["dealt", "dealt_optimizer", "gathered"]
+from elastane.optimizers import AnyOptimizer, members_of
+from elastane.sharding import shard_of
+
+__all__ = ["branches", "dealt", "dealt_optimizer", "gathered", "rebuilt"]
 
 
 def gathered(tree: Any, *, keep: bool) -> Any:
@@ -30,7 +33,7 @@ def gathered(tree: Any, *, keep: bool) -> Any:
         whole = tree.detach()
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
         return whole.to("cpu", copy=not isinstance(tree, DTensor)) if keep else None
-    return _rebuilt(tree, {key: gathered(one, keep=keep) for key, one in _items(tree)})
+    return rebuilt(tree, {key: gathered(one, keep=keep) for key, one in branches(tree)})
 
 
 def dealt(tree: Any, *, like: Any) -> Any:
@@ -44,19 +47,19 @@ def dealt(tree: Any, *, like: Any) -> Any:
             stays whole.
     """
     if isinstance(like, DTensor) and isinstance(tree, torch.Tensor):
-        return _shard_of(tree, like)
-    known = dict(_items(like))
-    return _rebuilt(tree, {key: dealt(one, like=known.get(key)) for key, one in _items(tree)})
+        return shard_of(tree, like=like)
+    known = dict(branches(like))
+    return rebuilt(tree, {key: dealt(one, like=known.get(key)) for key, one in branches(tree)})
 
 
-def _items(tree: Any) -> Iterable[tuple[Any, Any]]:
+def branches(tree: Any) -> Iterable[tuple[Any, Any]]:
     """Return the branches of a tree by their names or numbers; none of a leaf."""
     if isinstance(tree, dict):
         return tree.items()
     return enumerate(tree) if isinstance(tree, (list, tuple)) else ()
 
 
-def _rebuilt(tree: Any, branches: Mapping[Any, Any]) -> Any:
+def rebuilt(tree: Any, branches: Mapping[Any, Any]) -> Any:
     """Return a tree with other branches; a leaf as it is."""
     if isinstance(tree, dict):
         return type(tree)(branches)
@@ -65,11 +68,22 @@ def _rebuilt(tree: Any, branches: Mapping[Any, Any]) -> Any:
     return tuple(branches.values()) if isinstance(tree, tuple) else tree
 
 
-def dealt_optimizer(state: Mapping[str, Any], *, optimizer: Optimizer) -> dict[str, Any]:
+def dealt_optimizer(state: Any, *, optimizer: AnyOptimizer) -> Any:
     """Return an optimizer's state in which a tensor is a shard where its parameter is one.
 
     The optimizer may not have stepped yet; whatever has its parameter's shape is split like it.
+
+    Args:
+        state: of one optimizer, or a list of those of several.
+        optimizer: that will take it up.
     """
+    members = members_of(optimizer)
+    if isinstance(state, list):
+        return [_dealt_one(one, own) for one, own in zip(state, members, strict=False)]
+    return _dealt_one(state, members[0])
+
+
+def _dealt_one(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     own = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameter_of = dict(zip(numbers, own, strict=False))
@@ -88,13 +102,4 @@ def dealt_optimizer(state: Mapping[str, Any], *, optimizer: Optimizer) -> dict[s
 def _like_parameter(value: Any, parameter: nn.Parameter | None) -> Any:
     if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor):
         return value
-    return _shard_of(value, parameter) if value.shape == parameter.shape else value
-
-
-def _shard_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    if isinstance(whole, DTensor):
-        return whole
-    device = like.to_local().device
-    return distribute_tensor(
-        whole.to(device), like.device_mesh, like.placements, src_data_rank=None
-    )
+    return shard_of(value, like=parameter) if value.shape == parameter.shape else value
