@@ -144,8 +144,9 @@ def train(
 
 def _save(parts: Mapping[str, Any], path: Path, *, rank: int) -> None:
     for part in parts.values():
-        if isinstance(part, torch.optim.Optimizer) and hasattr(part, "consolidate_state_dict"):
-            part.consolidate_state_dict()  # a ZeroRedundancyOptimizer's, on all workers
+        consolidate = getattr(part, "consolidate_state_dict", None)
+        if consolidate is not None:  # a ZeroRedundancyOptimizer's, on all workers
+            consolidate()
     if rank == 0:
         torch.save({name: part.state_dict() for name, part in parts.items()}, path)
 

@@ -81,7 +81,8 @@ class Schedule:
         if not isinstance(scheduler, LRScheduler):
             _refuse(name, scheduler)
         if not any(one is scheduler.optimizer for one in members_of(self._optimizer)):
-            rule, way_out = "belongs to another optimizer", "Build it on one that the session gets."
+            rule = "belongs to another optimizer"
+            way_out = "Build it on the optimizer that the session gets."
             raise ArgumentError(describe(name, scheduler, rule=rule, way_out=way_out))
         if any(mover.scheduler.optimizer is scheduler.optimizer for mover in self._movers):
             rule = "belongs to an optimizer that has a scheduler already"
