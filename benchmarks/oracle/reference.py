@@ -159,7 +159,8 @@ def _measure(
     number, samples = sum(weight > 0 for weight in weights), sum(weights)
     if number < 2:
         return
-    theta = max(1 - samples / BASE_BATCH / 1000, 0.9)
+    steps = job.measured_every if state.step else 1  # that the sample stands for
+    theta = max(1 - samples / BASE_BATCH / 1000, 0.9) ** steps
     prefixes = [group.prefix for group in job.groups] if job.gain_per_group else [""]
     for averages, prefix in zip(state.averages, prefixes, strict=True):
         pairs = zip(gradients, weights, strict=True)

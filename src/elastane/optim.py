@@ -95,6 +95,8 @@ class ScaledStep:
             several, the steps of all.
 
     Example:
+        >>> import torch
+        >>> from elastane.schedule import Schedule
         >>> weight = torch.nn.Parameter(torch.ones(1))
         >>> optimizer = torch.optim.SGD([weight], lr=0.5)
         >>> schedule = Schedule(lambda tau: 1 - tau / 10, optimizer=optimizer, num_steps=10)

@@ -6,6 +6,7 @@ Knows modules, the optimizer and the user's function; nothing of groups, members
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from elastane.elastic.snapshot import load_state, state_of
 from elastane.elastic.whole import dealt, dealt_optimizer
 from elastane.optimizers import AnyOptimizer, members_of
-from elastane.sharding import is_sharded, units_of
+from elastane.sharding import is_sharded
 
 __all__ = ["Resharding"]
 
@@ -46,7 +47,6 @@ class Resharding:
         self._shard = shard
         self._device = next(model.parameters()).device
         self._form = _without_memory(model)
-        self._root: nn.Module | None = None
 
     def __call__(self, mesh: DeviceMesh) -> nn.Module:
         """Shard the model over a mesh; return its root, which FSDP knows by identity.
@@ -59,12 +59,10 @@ class Resharding:
         _take_modes(root, like=self._model)
         self._shard(root, mesh)
         names = _taken_out(self._optimizer, self._model)
-        if self._root is not None:
-            _free(self._root)
         root.to_empty(device=self._device)
-        self._root = root
         _become(self._model, root)
         _put_in(self._optimizer, root, names=names)
+        gc.collect()  # FSDP's parts hold each other, and the shards that were
         if bare is not None:
             self._fill(bare)
         return root
@@ -91,13 +89,6 @@ def _take_modes(root: nn.Module, *, like: nn.Module) -> None:
         own.training = other.training
     for own, other in zip(root.parameters(), like.parameters(), strict=True):
         own.requires_grad_(other.requires_grad)
-
-
-def _free(root: nn.Module) -> None:
-    """Give the memory of a sharded module back; what waits for the garbage collector has none."""
-    for _, unit, _ in units_of(root):
-        unit.reshard()
-    root.to_empty(device="meta")
 
 
 def _become(model: nn.Module, root: nn.Module) -> None:
