@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from sharded_job import weights_of, whole
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
-from training import Digits, weights_of
+from training import Digits
 
 import elastane
 from elastane import GlobalBatch, LoaderOptions, LocalBatch, Session
@@ -85,9 +88,10 @@ class Recorder:
     """Writes a worker's record, and waits at the gates that its supervisor opens."""
 
     def __init__(self, folder: Path, launch: ElasticLaunch) -> None:
+        self._name = name_of(launch.worker, launch.group_index)
         self._launch = launch
         self._stop = folder / "stop"
-        self._file = (folder / f"record-{launch.worker}.jsonl").open("a")
+        self._file = (folder / f"record-{self._name}.jsonl").open("a")
         self._place: tuple[int, int] | None = None
         self._passed: set[str] = set()
 
@@ -96,7 +100,13 @@ class Recorder:
         return self._stop.exists()
 
     def write(self, kind: str, **fields: Any) -> None:
-        line = {"kind": kind, "worker": self._launch.worker, "time": time.monotonic(), **fields}
+        line = {
+            "kind": kind,
+            "worker": self._launch.worker,
+            "process": self._name,
+            "time": time.monotonic(),
+            **fields,
+        }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
@@ -121,14 +131,14 @@ class Recorder:
         if gate not in self._passed:
             self._passed.add(gate)
             store = connect(self._launch.store)
-            store.set(f"held/{gate}/{self._launch.worker}", "")
+            store.set(f"held/{gate}/{self._name}", "")
             store.wait([f"gate/{gate}"], timedelta(minutes=5))
 
 
 def digest(session: Session, optimizer: torch.optim.Optimizer) -> str:
     """Return a hash of all state that workers must have in common."""
     momentum = [
-        value.reshape(-1).double()
+        whole(value).reshape(-1).double()
         for state in optimizer.state_dict()["state"].values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
@@ -171,19 +181,29 @@ def build_session(
     return session, optimizer
 
 
-def run(folder: Path, environment: dict[str, str], options: Options) -> None:
-    """Be a worker: the target of a process of its own."""
+def name_of(worker: int, index: int) -> str:
+    """Return what the files of a worker's process are called after."""
+    return str(worker) if index == 0 else f"{worker}.{index}"
+
+
+def run(folder: Path, environment: dict[str, str], options: Options, *, index: int = 0) -> None:
+    """Be a worker, or one of its processes: the target of a process of its own."""
     os.setsid()
-    os.environ.update(environment)
+    os.environ.update(environment, ELASTANE_GROUP_INDEX=str(index))
     launch = elastic_launch()
     assert launch is not None
-    log = os.open(folder / f"worker-{launch.worker}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(
+        folder / f"worker-{name_of(launch.worker, index)}.log",
+        os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    )
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     recorder = Recorder(folder, launch)
     model = build_model(options, worker=launch.worker)
+    if launch.group_size > 1:
+        shard(model, folder=folder, launch=launch)
     dataset = Digits(options.num_samples, dtype=getattr(torch, options.dtype))
     session, optimizer = build_session(options, model=model, dataset=dataset)
     with session:
@@ -197,6 +217,18 @@ def run(folder: Path, environment: dict[str, str], options: Options) -> None:
             position=session.position,
             lr=optimizer.param_groups[0]["lr"],
         )
+
+
+def shard(model: nn.Module, *, folder: Path, launch: ElasticLaunch) -> None:
+    """Shard a model over a worker's processes, in two units and with the default mesh."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/team-{launch.worker}",
+        rank=launch.group_index,
+        world_size=launch.group_size,
+    )
+    fully_shard(next(model.children()))
+    fully_shard(model)
 
 
 def statistics_of(model: nn.Module) -> list[Any]:

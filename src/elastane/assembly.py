@@ -16,12 +16,15 @@ from elastane.batching import BatchPolicy, LocalBatch, World
 from elastane.controller import StepController
 from elastane.durability import Checkpointing, Keeper
 from elastane.elastic.runtime import ElasticMembership
+from elastane.elastic.team import Team
+from elastane.errors import UnsupportedError
 from elastane.evaluation import Evaluator
 from elastane.feed import Feed
 from elastane.fixed import FixedMembership, discover_world
 from elastane.gradients import GradientTap
 from elastane.group import Membership, Wrapping
 from elastane.loop import Loop
+from elastane.replicated import ReplicatedWrapping
 from elastane.reporting import Reporter
 from elastane.sharded import ShardedTap, ShardedWrapping
 from elastane.sharding import is_sharded, sharding_of
@@ -74,6 +77,10 @@ _RESTARTED = (
     "the model is sharded, so no worker can do without the others: any change of the workers ends "
     "all of them, and all start again from the last checkpoint"
 )
+_NOT_SHARDED = (
+    "this worker has {size} processes (--group-size), and the model is not sharded over them: call "
+    "fully_shard(model) before the optimizer is built, or leave --group-size out"
+)
 _GAIN_TOO_LARGE = (
     "the model has SyncBatchNorm, which ties the workers' gradients to one another: the noise "
     "measured between them is too large, and with it the gain, up to the scale itself; take "
@@ -90,20 +97,23 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
     """
     launch, loader, measuring = _env.elastic_launch(), given["loader"], given["measuring"]
     sharded = is_sharded(model.inner)
-    elastic = None if sharded else launch
-    world = discover_world() if elastic is None else World(world_size=elastic.expected_workers)
+    team = Team() if launch is None else Team(size=launch.group_size, index=launch.group_index)
+    if team.size > 1 and not sharded:
+        raise UnsupportedError(_NOT_SHARDED.format(size=team.size))
+    elastic = launch if team.size > 1 or not sharded else None
+    world = discover_world() if elastic is None else _expected_world(elastic, team)
     if sharded:
-        sharding_of(model.inner, world_size=world.world_size)
+        sharding_of(model.inner, world_size=world.world_size if elastic is None else team.size)
     policy: BatchPolicy = given["batch"] or LocalBatch(given["base_batch_size"])
     waits_in_forward = jointly.communicates_in_forward(model)
-    most_workers = world.world_size if elastic is None else elastic.max_workers
+    most_workers = world.world_size if elastic is None else team.size * elastic.max_workers
     feed = Feed(
         given["dataset"],
         options=loader,
         policy=policy,
         world=world,
         most_workers=most_workers,
-        loader_number=world.rank if launch is None else launch.worker,
+        loader_number=world.rank if launch is None else team.size * launch.worker + team.index,
         min_samples=replica.fewest_samples(model),
         level=waits_in_forward,
         in_step=sharded,
@@ -136,7 +146,9 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         per=measuring.per,
         tap=ShardedTap if sharded else GradientTap,
     )
-    membership = _membership(model, stepper, world=world, launch=launch, ddp=given["ddp"] or {})
+    membership = _membership(
+        model, stepper, world=world, launch=launch, team=team, ddp=given["ddp"] or {}
+    )
     run = {
         "num_samples": feed.num_samples,
         "base_batch_size": given["base_batch_size"],
@@ -195,16 +207,27 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
     )
 
 
+def _expected_world(launch: _env.ElasticLaunch, team: Team) -> World:
+    """Return this process's place in the step of which it throws the gradients away."""
+    return World(rank=team.index, world_size=team.size * launch.expected_workers)
+
+
 def _membership(
     model: replica.Replica,
     stepper: Stepper,
     *,
     world: World,
     launch: _env.ElasticLaunch | None,
+    team: Team,
     ddp: Mapping[str, Any],
 ) -> Membership:
     """Return the workers: those that stay, or those that come and go."""
     if isinstance(stepper.tap, ShardedTap):
+        if launch is not None and team.size > 1:
+            copies = ReplicatedWrapping(
+                model, tap=stepper.tap, num_shards=team.size, agree=team.agree
+            )
+            return ElasticMembership(copies, launch=launch, team=team)
         if launch is not None:
             warnings.warn(_RESTARTED, stacklevel=5)
         return FixedMembership(ShardedWrapping(model, tap=stepper.tap), world=world)

@@ -155,12 +155,19 @@ class Keeper:
         self._saver.discard(step + 1)
         return self._saver.outcomes()
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, writes: bool = True) -> None:
         """Write and publish a checkpoint of a final step now, and wait for it.
 
         Several workers may do so at once when they have lost each other: one of them writes.
+
+        Args:
+            step: committed steps.
+            writes: whether this process does, or only gives its part of the state to one that does.
         """
         if self._store is None or self._saver is None or self._policy is None:
+            return
+        staged = gathered(self._state(), keep=writes) if self._in_shards else None
+        if not writes:
             return
         self._saver.discard(0)
         self._saver.wait()
@@ -170,7 +177,8 @@ class Keeper:
                 newest = self._store.newest()
             generation = self._generation
             if newest is None or newest.place < (generation, step):
-                self._store.save(self._state(), step=step, generation=generation)
+                state = self._state() if staged is None else staged
+                self._store.save(state, step=step, generation=generation)
 
     def newest(self) -> Mapping[str, Any] | None:
         """Return the state in the newest whole checkpoint, if there is one."""

@@ -19,7 +19,7 @@ __all__ = ["Arrival", "Superseded", "meet", "participants"]
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.01
 
 
-class Superseded(Exception):
+class Superseded(CommunicationError):
     """A newer generation has made the present one idle."""
 
 

@@ -18,6 +18,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -31,10 +32,12 @@ from elastane.elastic.held import HeldGroup
 from elastane.elastic.link import Link
 from elastane.elastic.meeting import Arrival, Superseded, meet, participants
 from elastane.elastic.signals import on_sigterm
+from elastane.elastic.team import Team
 from elastane.errors import CommunicationError, UsageError
 from elastane.group import Trainee, Wrapping
 from elastane.peers import Peers
 from elastane.protocol import Beat, Broken, Done, Entered, Generation, Leaving, Ready
+from elastane.replicated import ReplicatedWrapping
 
 __all__ = ["ElasticMembership", "WorkerLeft"]
 
@@ -60,10 +63,19 @@ class ElasticMembership:
     Args:
         wrapping: of the model.
         launch: what the launcher said of this worker.
+        team: the worker's processes, if there are several. They all run this state machine; what
+            comes from the supervisor or the meeting, the leader tells the others.
     """
 
-    def __init__(self, wrapping: Wrapping, *, launch: ElasticLaunch) -> None:
-        self._group = HeldGroup(wrapping)
+    def __init__(
+        self,
+        wrapping: Wrapping | ReplicatedWrapping,
+        *,
+        launch: ElasticLaunch,
+        team: Team | None = None,
+    ) -> None:
+        self._team = team or Team()
+        self._group = HeldGroup(wrapping, keeps_default=self._team.size > 1)
         self._launch = launch
         self._link = Link(launch, beat=self._beat, on_change=self._break_if_broken)
         self._trainee: Trainee | None = None
@@ -77,7 +89,8 @@ class ElasticMembership:
         self._switch_agreed = self._leave_asked = self._leave_told = False
         self._doing, self._paused = "train", ""
         self.warming = True
-        self.world = World(rank=0, world_size=launch.expected_workers, generation=0)
+        size = self._team.size * launch.expected_workers
+        self.world = World(rank=self._team.index, world_size=size, generation=0)
 
     @property
     def peers(self) -> Peers | None:
@@ -87,19 +100,21 @@ class ElasticMembership:
     @property
     def final_at_once(self) -> bool:
         """Whether a step that this worker has committed can't be void later: it is alone."""
-        return self.world.world_size == 1
+        return self.world.world_size == self._team.size
 
     @contextmanager
     def joined(self, trainee: Trainee) -> Iterator[None]:
         """Be in touch with the supervisor for the length of a block; `rehearsed` takes part."""
-        if dist.is_initialized():
+        if dist.is_initialized() and self._team.size == 1:
             raise UsageError(
                 "a process group is open already: under `elastane run` the session opens it, and "
                 "opens it anew when the workers change; leave init_process_group out"
             )
         self._trainee = trainee
         with ExitStack() as stack:
+            stack.enter_context(self._team.assembled())
             stack.callback(self._forget)
+            self._group.wrapping.use(None)
             stack.enter_context(on_sigterm(self._ask_to_leave))
             stack.enter_context(self._link.connected())
             yield
@@ -111,6 +126,7 @@ class ElasticMembership:
         self.warming = False
         # What went before does not concern this worker.
         self._tried = self._link.history.newest.number
+        self._team.agree(True)
         gc.freeze()  # an automatic collection would fall into somebody's pause, too
         self._link.tell(Ready(worker=self._launch.worker))
         self._regroup(evaluating=False)
@@ -155,7 +171,7 @@ class ElasticMembership:
         while True:
             begun, self._doing = self._turns, "evaluate"
             try:
-                outcome = work()
+                outcome = self._team.together(work)
             except CommunicationError:
                 pass
             else:
@@ -219,7 +235,7 @@ class ElasticMembership:
             planned = False
             try:
                 is_whole = self._enter(generation, evaluating=evaluating)
-            except (CommunicationError, Superseded) as error:
+            except CommunicationError as error:
                 self._is_torn = self._is_torn or isinstance(error, TornError)
                 why = str(error)
             else:
@@ -231,30 +247,41 @@ class ElasticMembership:
                 self._complain(why)
 
     def _next_generation(self, *, planned: bool, evaluating: bool) -> Generation:
-        """Wait for a generation to enter; leave the process if this worker is dismissed."""
+        """Return the next generation to enter; leave the process if this worker is dismissed."""
+        told = self._team.told(lambda: self._await(planned=planned, evaluating=evaluating))
+        self._is_current = told["is_current"]
+        if "code" in told:
+            self._leave(save=told["save"], code=told["code"])
+        return Generation.from_mapping(told["generation"])
+
+    def _await(self, *, planned: bool, evaluating: bool) -> dict[str, Any]:
+        """Wait for a generation to enter, or a reason to leave the process; return it as JSON."""
         worker, expects_one = self._launch.worker, self._is_current
         while True:
             generation = self._link.wait_newer(self._tried, timeout_s=_LOOK_AROUND_S)
             if generation is None:
                 if self._link.orphaned:
                     warnings.warn(_ORPHANED, stacklevel=2)
-                    self._leave(save=self._is_current, code=EXIT_ORPHANED)
+                    return self._way_out(save=self._is_current, code=EXIT_ORPHANED)
                 if expects_one:
                     self._complain("the group broke, or all agreed to leave it")
             elif worker in self._link.history.dismissed:
                 nobody_stays = not generation.members
                 may_save = self.world.rank == 0 if planned else self._is_current
-                self._leave(save=nobody_stays and may_save)
+                return self._way_out(save=nobody_stays and may_save)
             elif worker not in generation.members:
                 if evaluating:
                     warnings.warn(_LEFT_BEHIND, stacklevel=2)
-                    self._leave(save=False, code=EXIT_LEFT_BEHIND)
+                    return self._way_out(save=False, code=EXIT_LEFT_BEHIND)
                 self._tried, self._is_current, expects_one = generation.number, False, False
                 self._link.tell(Ready(worker=worker))
             elif generation.go:
-                return generation
+                return {"is_current": self._is_current, "generation": asdict(generation)}
             else:
                 self._tried, expects_one = generation.number, False
+
+    def _way_out(self, *, save: bool, code: int = 0) -> dict[str, Any]:
+        return {"is_current": self._is_current, "save": save, "code": code}
 
     def _complain(self, why: str) -> None:
         number = max(self._tried, self.world.generation)
@@ -268,12 +295,12 @@ class ElasticMembership:
         self._is_entering = True
         self._members = generation.members
         taking_part = self._meet(generation, evaluating=evaluating)
-        if self._is_broken():
+        if not self._team.agree(not self._is_broken()):
             raise Superseded
         worker, trainee = self._launch.worker, self._held()
         world = World(
-            rank=taking_part.index(worker),
-            world_size=len(taking_part),
+            rank=self._team.size * taking_part.index(worker) + self._team.index,
+            world_size=self._team.size * len(taking_part),
             generation=generation.number,
         )
         with self._link.lending() as lend:
@@ -289,6 +316,7 @@ class ElasticMembership:
                 sockets=self._group.sockets,
                 breaker=self._group.breaker,
                 pause=self.pause,
+                team=self._team,
             )
         self.world = world
         self._turns = self._arrived = entry.turns
@@ -312,7 +340,27 @@ class ElasticMembership:
         self._link.tell(Done(worker=self._launch.worker, step=self._held().step))
 
     def _meet(self, generation: Generation, *, evaluating: bool) -> tuple[int, ...]:
-        """Wait for the other members; return who takes part, this worker among them."""
+        """Return who takes part, this worker among them.
+
+        Raises:
+            CommunicationError: the meeting was given up.
+        """
+        told = self._team.told(lambda: self._await_others(generation, evaluating=evaluating))
+        self._met = generation.number, told["met"]
+        if told["why"] is not None:
+            raise CommunicationError(told["why"])
+        return tuple(told["taking_part"])
+
+    def _await_others(self, generation: Generation, *, evaluating: bool) -> dict[str, Any]:
+        """Wait for the other members; return who takes part, or why it is not known, as JSON."""
+        taking_part, why = (), None
+        try:
+            taking_part = self._taking_part(generation, evaluating=evaluating)
+        except CommunicationError as error:
+            why = str(error)
+        return {"met": self._met[1], "taking_part": taking_part, "why": why}
+
+    def _taking_part(self, generation: Generation, *, evaluating: bool) -> tuple[int, ...]:
         if generation.members == (self._launch.worker,):
             return generation.members
         arrival = Arrival.NEWCOMER
@@ -352,7 +400,7 @@ class ElasticMembership:
     def _leave(self, *, save: bool, code: int = 0) -> NoReturn:
         if save:
             try:
-                self._held().save()
+                self._held().save(writes=self._team.is_leader)
             except OSError as error:
                 warnings.warn(f"no checkpoint was written on leaving: {error}", stacklevel=2)
         self._held().left()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-__all__ = ["dealt", "dealt_optimizer", "gathered"]
+__all__ = ["branches_of", "dealt", "dealt_optimizer", "gathered", "rebuilt"]
 
 
 def gathered(tree: Any, *, keep: bool) -> Any:
@@ -30,7 +30,7 @@ def gathered(tree: Any, *, keep: bool) -> Any:
         whole = tree.detach()
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
         return whole.to("cpu", copy=not isinstance(tree, DTensor)) if keep else None
-    return _rebuilt(tree, {key: gathered(one, keep=keep) for key, one in _items(tree)})
+    return rebuilt(tree, {key: gathered(one, keep=keep) for key, one in branches_of(tree)})
 
 
 def dealt(tree: Any, *, like: Any) -> Any:
@@ -45,18 +45,18 @@ def dealt(tree: Any, *, like: Any) -> Any:
     """
     if isinstance(like, DTensor) and isinstance(tree, torch.Tensor):
         return _shard_of(tree, like)
-    known = dict(_items(like))
-    return _rebuilt(tree, {key: dealt(one, like=known.get(key)) for key, one in _items(tree)})
+    known = dict(branches_of(like))
+    return rebuilt(tree, {key: dealt(one, like=known.get(key)) for key, one in branches_of(tree)})
 
 
-def _items(tree: Any) -> Iterable[tuple[Any, Any]]:
+def branches_of(tree: Any) -> Iterable[tuple[Any, Any]]:
     """Return the branches of a tree by their names or numbers; none of a leaf."""
     if isinstance(tree, dict):
         return tree.items()
     return enumerate(tree) if isinstance(tree, (list, tuple)) else ()
 
 
-def _rebuilt(tree: Any, branches: Mapping[Any, Any]) -> Any:
+def rebuilt(tree: Any, branches: Mapping[Any, Any]) -> Any:
     """Return a tree with other branches; a leaf as it is."""
     if isinstance(tree, dict):
         return type(tree)(branches)
