@@ -12,11 +12,13 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,8 @@ from elastane import GlobalBatch, LoaderOptions, LocalBatch, Session
 from elastane._env import ElasticLaunch, elastic_launch
 from elastane.durability import Checkpointing
 from elastane.elastic.link import connect
+from elastane.errors import CommunicationError
+from elastane.peers import Peers
 
 RULES = {"adascale": elastane.AdaScale(), "linear": elastane.Linear()}
 BATCHES = {
@@ -60,6 +64,7 @@ class Options:
         fail_at: position from which this worker's user code raises.
         nan_at: step whose loss is not finite when it is tried first.
         checkpoint_every: steps between two checkpoints.
+        loses_sums_at: step whose sums this worker's second process takes for lost.
         dies_in: generation of which this worker makes the first step, and dies.
     """
 
@@ -81,6 +86,7 @@ class Options:
     fail_at: int | None = None
     nan_at: int | None = None
     checkpoint_every: int | None = None
+    loses_sums_at: int | None = None
     dies_in: int | None = None
 
 
@@ -90,6 +96,7 @@ class Recorder:
     def __init__(self, folder: Path, launch: ElasticLaunch) -> None:
         self._name = name_of(launch.worker, launch.group_index)
         self._launch = launch
+        self.index = launch.group_index
         self._stop = folder / "stop"
         self._file = (folder / f"record-{self._name}.jsonl").open("a")
         self._place: tuple[int, int] | None = None
@@ -240,6 +247,19 @@ def hits(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     return {"correct": (model(images).argmax(1) == labels).sum(), "indices": indices.sum()}
 
 
+@contextmanager
+def losing_sums() -> Iterator[None]:
+    """Have sums over the workers fail on this process when the others have got theirs."""
+    add_up = Peers.sum
+
+    def lose(self: Peers, values: torch.Tensor) -> None:
+        add_up(self, values)
+        raise CommunicationError("as the test wants it")
+
+    with patch.object(Peers, "sum", lose):
+        yield
+
+
 def train(
     session: Session,
     optimizer: torch.optim.Optimizer,
@@ -249,7 +269,7 @@ def train(
     dataset: Digits,
 ) -> None:
     seen: list[int] = []
-    num_made, is_poisoned = 0, False
+    num_made, is_poisoned, has_lost = 0, False, False
 
     def gated_hits(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         recorder.wait_at("evaluation")
@@ -274,10 +294,13 @@ def train(
         if is_last and not session.warming:  # before backward, in which others get the gradients
             generation = session.world.generation
             recorder.write("dealt", generation=generation, start=session.position, seen=seen)
-        if options.plain_backward:
-            loss.backward()
-        else:
-            session.backward(loss)
+        loses = num_made + 1 == options.loses_sums_at and is_last and recorder.index == 1
+        with losing_sums() if loses and not has_lost else nullcontext():
+            if options.plain_backward:
+                loss.backward()
+            else:
+                session.backward(loss)
+        has_lost = has_lost or loses
         result = session.step()
         seen = [] if is_last else seen
         if result is None:

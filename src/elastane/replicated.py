@@ -14,7 +14,7 @@ from torch import Tensor
 from elastane import replica
 from elastane.peers import Peers
 from elastane.sharded import ShardedTap
-from elastane.sharding import sharding_of
+from elastane.sharding import reshard, sharding_of
 
 __all__ = ["ReplicatedWrapping"]
 
@@ -94,6 +94,7 @@ class ReplicatedWrapping:
         )
 
     def drop(self) -> None:
-        """Let go of the group."""
+        """Let go of the group; what is sharded can be copied then."""
         self._tap.detach()
+        reshard(self.model.inner)
         self.peers = None

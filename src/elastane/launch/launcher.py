@@ -232,6 +232,7 @@ def _agent_job(options: RunOptions, *, job: str, run_dir: Path) -> AgentJob:
         max_workers=options.rules.max_workers,
         heartbeat_limit_s=options.rules.heartbeat_limit_s,
         orphan_limit_s=options.orphan_limit_s,
+        group_size=options.group_size,
     )
 
 
