@@ -52,7 +52,7 @@ def step_of(run: Run) -> int:
 
 
 def wait_for_members(run: Run, *members: int) -> Generation:
-    run.until(lambda: newest_generation(run.run_dir).members == members)
+    run.until(lambda: set(newest_generation(run.run_dir).members) == {*members})
     return newest_generation(run.run_dir)
 
 
@@ -63,12 +63,13 @@ def test_a_job_of_two_copies_goes_on_with_one_and_gets_another(run, tmp_path):
     before = team_pids(run)
     assert {len(pids) for pids in before.values()} == {2}
     run.until(lambda: step_of(run) > 5)
-    os.kill(before[2][1], signal.SIGKILL)
+    stays, dies = begun.members
+    os.kill(before[dies][1], signal.SIGKILL)
     death = run.generation(begun.number + 1)
-    assert (death.members, death.cause, death.lost) == ((1,), "death", (2,))
-    wait_for_members(run, 1, 3)
-    assert not is_alive(before[2][0])
-    assert team_pids(run)[1] == before[1]
+    assert (death.members, death.cause, death.lost) == ((stays,), "death", (dies,))
+    wait_for_members(run, stays, 3)
+    assert not is_alive(before[dies][0])
+    assert team_pids(run)[stays] == before[stays]
     reached = step_of(run)
     run.until(lambda: step_of(run) > reached + 5)
     stop.touch()

@@ -75,7 +75,8 @@ _NOT_IN_PLACE = (
 )
 _RESTARTED = (
     "the model is sharded, so no worker can do without the others: any change of the workers ends "
-    "all of them, and all start again from the last checkpoint"
+    "all of them, and all start again from the last checkpoint; with --group-size whole copies of "
+    "the model come and go"
 )
 _NOT_SHARDED = (
     "this worker has {size} processes (--group-size), and the model is not sharded over them: call "

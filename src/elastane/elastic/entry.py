@@ -141,7 +141,8 @@ def enter_group(
 
     arrived = team.together(arrive)
     if arrived.state is not None:
-        trainee.load_state_dict(arrived.state)
+        with pause("copying state"):
+            trainee.load_state_dict(arrived.state)
     team.together(use)
     return arrived.entry
 
