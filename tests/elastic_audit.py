@@ -13,7 +13,7 @@ from supervisor import Record, Supervisor
 from elastane.order import stream_indices
 from elastane.telemetry import read_events
 
-OWN = {"kind", "worker", "time", "skipped", "statistics"}
+OWN = {"kind", "worker", "process", "time", "skipped", "statistics"}
 TOLD = "generation", "progress", "position", "lr", "gain", "world_size"
 
 
@@ -94,7 +94,7 @@ def _check_samples(
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     for step in committed:
         start, stop = step["start"], step["position"]
-        own = {one["worker"]: one["seen"] for one in takings[step["generation"], start]}
+        own = {one["process"]: one["seen"] for one in takings[step["generation"], start]}
         taken = sorted(index for seen in own.values() for index in seen)
         order = stream_indices(start, stop, num_samples=num_samples, seed=seed)
         assert taken == sorted(order.tolist()), (step, own)

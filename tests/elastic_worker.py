@@ -12,13 +12,16 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -32,6 +35,8 @@ from elastane._env import ElasticLaunch, elastic_launch
 from elastane.durability import Checkpointing
 from elastane.elastic.link import connect
 from elastane.elastic.whole import gathered
+from elastane.errors import CommunicationError
+from elastane.peers import Peers
 
 RULES = {"adascale": elastane.AdaScale(), "linear": elastane.Linear()}
 BATCHES = {
@@ -64,6 +69,7 @@ class Options:
         fail_at: position from which this worker's user code raises.
         nan_at: step whose loss is not finite when it is tried first.
         checkpoint_every: steps between two checkpoints.
+        loses_sums_at: step whose sums this worker's second process takes for lost.
         dies_in: generation of which this worker makes the first step, and dies.
         sharded: whether the session shards the model; then each step tells a digest of the state.
         average_decay: of a moving average of the weights that is part of the state.
@@ -88,6 +94,7 @@ class Options:
     fail_at: int | None = None
     nan_at: int | None = None
     checkpoint_every: int | None = None
+    loses_sums_at: int | None = None
     dies_in: int | None = None
     sharded: bool = False
     average_decay: float | None = None
@@ -98,9 +105,11 @@ class Recorder:
     """Writes a worker's record, and waits at the gates that its supervisor opens."""
 
     def __init__(self, folder: Path, launch: ElasticLaunch) -> None:
+        self._name = name_of(launch.worker, launch.group_index)
         self._launch = launch
+        self.index = launch.group_index
         self._stop = folder / "stop"
-        self._file = (folder / f"record-{launch.worker}.jsonl").open("a")
+        self._file = (folder / f"record-{self._name}.jsonl").open("a")
         self._place: tuple[int, int] | None = None
         self._passed: set[str] = set()
 
@@ -109,7 +118,13 @@ class Recorder:
         return self._stop.exists()
 
     def write(self, kind: str, **fields: Any) -> None:
-        line = {"kind": kind, "worker": self._launch.worker, "time": time.monotonic(), **fields}
+        line = {
+            "kind": kind,
+            "worker": self._launch.worker,
+            "process": self._name,
+            "time": time.monotonic(),
+            **fields,
+        }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
@@ -134,7 +149,7 @@ class Recorder:
         if gate not in self._passed:
             self._passed.add(gate)
             store = connect(self._launch.store)
-            store.set(f"held/{gate}/{self._launch.worker}", "")
+            store.set(f"held/{gate}/{self._name}", "")
             store.wait([f"gate/{gate}"], timedelta(minutes=5))
 
 
@@ -198,19 +213,29 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def run(folder: Path, environment: dict[str, str], options: Options) -> None:
-    """Be a worker: the target of a process of its own."""
+def name_of(worker: int, index: int) -> str:
+    """Return what the files of a worker's process are called after."""
+    return str(worker) if index == 0 else f"{worker}.{index}"
+
+
+def run(folder: Path, environment: dict[str, str], options: Options, *, index: int = 0) -> None:
+    """Be a worker, or one of its processes: the target of a process of its own."""
     os.setsid()
-    os.environ.update(environment)
+    os.environ.update(environment, ELASTANE_GROUP_INDEX=str(index))
     launch = elastic_launch()
     assert launch is not None
-    log = os.open(folder / f"worker-{launch.worker}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(
+        folder / f"worker-{name_of(launch.worker, index)}.log",
+        os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    )
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     recorder = Recorder(folder, launch)
     model = build_model(options, worker=launch.worker)
+    if launch.group_size > 1:
+        shard_in_team(model, folder=folder, launch=launch)
     dataset = Digits(options.num_samples, dtype=getattr(torch, options.dtype))
     session, optimizer, average = build_session(options, model=model, dataset=dataset)
     with session:
@@ -228,6 +253,18 @@ def run(folder: Path, environment: dict[str, str], options: Options) -> None:
         )
 
 
+def shard_in_team(model: nn.Module, *, folder: Path, launch: ElasticLaunch) -> None:
+    """Shard a model over a worker's processes, in two units and with the default mesh."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/team-{launch.worker}",
+        rank=launch.group_index,
+        world_size=launch.group_size,
+    )
+    fully_shard(next(model.children()))
+    fully_shard(model)
+
+
 def statistics_of(model: nn.Module) -> list[Any]:
     return [buffer.double().tolist() for buffer in model.buffers()]
 
@@ -235,6 +272,19 @@ def statistics_of(model: nn.Module) -> list[Any]:
 def hits(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     images, labels, indices = batch
     return {"correct": (model(images).argmax(1) == labels).sum(), "indices": indices.sum()}
+
+
+@contextmanager
+def losing_sums() -> Iterator[None]:
+    """Have sums over the workers fail on this process when the others have got theirs."""
+    add_up = Peers.sum
+
+    def lose(self: Peers, values: torch.Tensor) -> None:
+        add_up(self, values)
+        raise CommunicationError("as the test wants it")
+
+    with patch.object(Peers, "sum", lose):
+        yield
 
 
 def train(
@@ -247,7 +297,7 @@ def train(
     dataset: Digits,
 ) -> None:
     seen: list[int] = []
-    num_made, is_poisoned = 0, False
+    num_made, is_poisoned, has_lost = 0, False, False
     tells_digest = options.sharded and not options.batch_norm  # workers' statistics differ
 
     def gated_hits(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
@@ -273,10 +323,13 @@ def train(
         if is_last and not session.warming:  # before backward, in which others get the gradients
             generation = session.world.generation
             recorder.write("dealt", generation=generation, start=session.position, seen=seen)
-        if options.plain_backward:
-            loss.backward()
-        else:
-            session.backward(loss)
+        loses = num_made + 1 == options.loses_sums_at and is_last and recorder.index == 1
+        with losing_sums() if loses and not has_lost else nullcontext():
+            if options.plain_backward:
+                loss.backward()
+            else:
+                session.backward(loss)
+        has_lost = has_lost or loses
         result = session.step()
         seen = [] if is_last else seen
         if result is None:

@@ -16,7 +16,7 @@ from threading import Condition, Thread
 from typing import Any
 from unittest.mock import patch
 
-from elastic_worker import Options, run
+from elastic_worker import Options, name_of, run
 
 from elastane import protocol
 from elastane._compat import TCPStore
@@ -37,14 +37,17 @@ class Supervisor:
 
     Args:
         folder: for records and logs; the run's folder is `run` in it.
-        launch: further fields of `ElasticLaunch`.
+        launch: further fields of `ElasticLaunch`. With a `group_size` each worker has as many
+            processes: `processes` holds the first of each, `followers` the others.
     """
 
     def __init__(self, folder: Path, **launch: Any) -> None:
         self.folder = folder
         self.processes: dict[int, BaseProcess] = {}
+        self.followers: dict[int, list[BaseProcess]] = {}
         self.facts: list[Message] = []
         self.generations: list[Generation] = []
+        self.group_size = launch.get("group_size", 1)
         self._launch = {"expected_workers": 2, "max_workers": 4, "beat_interval_s": 0.05, **launch}
         self._changed = Condition()
         self._port = 0
@@ -95,9 +98,14 @@ class Supervisor:
             # Without the last, torch looks names up in vain, now and then for seconds.
             environment = launch.environment() | {"RES_OPTIONS": "attempts:0"}
             arguments = self.folder, environment, Options(**options)
-            self.processes[worker] = context.Process(target=run, args=arguments)
+            team = [
+                context.Process(target=run, args=arguments, kwargs={"index": index})
+                for index in range(launch.group_size)
+            ]
+            self.processes[worker], *self.followers[worker] = team
             with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):
-                self.processes[worker].start()
+                for process in team:
+                    process.start()
 
     def begin(self, *workers: int, **options: Any) -> Generation:
         """Start workers and let them in as the job's first members."""
@@ -182,36 +190,53 @@ class Supervisor:
 
     def kill(self, *workers: int) -> None:
         """End workers and all that they have started, as an agent does, and see it done."""
-        for worker in workers:
-            pid = self.processes[worker].pid
-            assert pid is not None
-            os.killpg(pid, signal.SIGKILL)
+        self.kill_rest(*workers)
         for worker in workers:
             assert self.exit_code(worker) == -signal.SIGKILL
 
+    def kill_rest(self, *workers: int) -> None:
+        """End what is left of workers."""
+        for worker in workers:
+            for process in self.team(worker):
+                _kill_group(process)
+                process.join()
+
+    def team(self, worker: int) -> list[BaseProcess]:
+        return [self.processes[worker], *self.followers[worker]]
+
+    def exit_codes(self, worker: int) -> list[int]:
+        """Return the exit codes of a worker's processes; wait for all of them."""
+        for process in self.team(worker):
+            process.join(LIMIT_S)
+        codes = [process.exitcode for process in self.team(worker)]
+        assert None not in codes, f"worker {worker} did not end: {codes}; {self.story()}"
+        return [code for code in codes if code is not None]
+
     def exit_code(self, worker: int) -> int:
-        self.processes[worker].join(LIMIT_S)
-        code = self.processes[worker].exitcode
-        assert code is not None, f"worker {worker} did not end; {self.story()}"
-        return code
+        return self.exit_codes(worker)[0]
 
     def finish(self) -> None:
         """End the run; its members must agree on the end and leave with exit code 0."""
         (self.folder / "stop").touch()
         for worker in self.generation.members:
-            assert self.exit_code(worker) == 0, self.story()
+            assert set(self.exit_codes(worker)) == {0}, self.story()
 
     def log(self, worker: int) -> str:
-        return (self.folder / f"worker-{worker}.log").read_text()
+        names = self._names(worker)
+        return "".join((self.folder / f"worker-{name}.log").read_text() for name in names)
 
     def complaints(self, *workers: int) -> list[str]:
         """Return what in the workers' logs are errors and warnings of Python."""
         lines = [line for worker in workers for line in self.log(worker).splitlines()]
         return [line for line in lines if "Traceback" in line or "Warning:" in line]
 
+    def _names(self, worker: int) -> list[str]:
+        return [name_of(worker, index) for index in range(self.group_size)]
+
     def records(self, worker: int, kind: str) -> list[Record]:
-        path = self.folder / f"record-{worker}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        names = [self.folder / f"record-{name}.jsonl" for name in self._names(worker)]
+        texts = [path.read_text() for path in names if path.exists()]
+        lines = [line for text in texts for line in text.splitlines()]
         records = [json.loads(line) for line in lines if line.endswith("}")]
         return [record for record in records if record["kind"] == kind]
 
@@ -220,7 +245,7 @@ class Supervisor:
 
     def story(self) -> str:
         """Return all that is known, for the message of a test that fails."""
-        for process in self.processes.values():
+        for process in self._all_processes():
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, signal.SIGUSR1)  # it writes its stacks into its log
         time.sleep(0.2)
@@ -229,11 +254,12 @@ class Supervisor:
         return f"facts:\n{facts}\n" + "\n".join(f"--- {name}\n{log}" for name, log in logs.items())
 
     def close(self) -> None:
-        for process in self.processes.values():
-            assert process.pid is not None
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._all_processes():
+            _kill_group(process)
             process.join()
+
+    def _all_processes(self) -> list[BaseProcess]:
+        return [process for worker in self.processes for process in self.team(worker)]
 
     def _listen(self, inbox: TCPStore) -> None:
         with suppress(RuntimeError):  # the store was closed
@@ -242,6 +268,12 @@ class Supervisor:
                 with self._changed:
                     self.facts.append(fact)
                     self._changed.notify_all()
+
+
+def _kill_group(process: BaseProcess) -> None:
+    assert process.pid is not None
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextmanager

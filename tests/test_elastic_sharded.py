@@ -93,6 +93,23 @@ def test_a_sharded_model_goes_from_2_workers_to_3_to_2_in_place_and_ends_as_with
     assert read["momenta"].tolist() == ends[0]["optimizer"]
 
 
+def test_workers_change_right_after_an_evaluation_which_leaves_whole_weights_behind(
+    tmp_path: Path,
+) -> None:
+    options: dict[str, Any] = {"batch": "grid", "num_steps": 120, "dtype": "float64", "seed": 7}
+    _, end = alone(tmp_path / "alone", **options)
+    (tmp_path / "resized").mkdir()
+    with supervising(tmp_path / "resized") as supervisor:
+        supervisor.open_gate("evaluation")
+        resize(supervisor, **options, sharded=True, evaluate_every=1)
+        ends = supervisor.all_records("end")
+    assert len(ends) == 2
+    for one in ends:
+        for name in ("weights", "optimizer"):
+            difference = torch.tensor(one[name]) - torch.tensor(end[name])
+            assert difference.abs().max() < TOLERANCE, name
+
+
 def test_a_sharded_model_is_whole_on_one_worker_and_spread_again(tmp_path: Path) -> None:
     options: dict[str, Any] = {"batch": "grid", "num_steps": 200, "dtype": "float64"}
     options |= {"seed": 7, "optimizer": "adam", "rule": "linear"}

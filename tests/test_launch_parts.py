@@ -1,6 +1,7 @@
 """The supervisor's parts on their own: slots with real processes, console, run folder, clock."""
 
 import io
+import json
 import os
 import select
 import signal
@@ -9,7 +10,9 @@ import sys
 import time
 
 import pytest
+from click.testing import CliRunner
 
+from elastane.cli import main
 from elastane.errors import ArgumentError, StateError
 from elastane.launch.clock import AwakeClock
 from elastane.launch.console import Console
@@ -26,7 +29,7 @@ from elastane.launch.folder import (
     tail_of,
     write_launcher,
 )
-from elastane.launch.link import connect, parse_address, serve
+from elastane.launch.link import JOB_KEY, connect, parse_address, serve
 from elastane.launch.slots import Ended, Slots
 from elastane.protocol import Generation
 
@@ -91,7 +94,7 @@ def wait_until_gone(pid):
 )
 def test_the_end_of_a_worker_is_seen_with_its_exit_code(tmp_path, script, code):
     with slots_for(tmp_path, script) as slots:
-        slots.start(2, worker=5, environment={})
+        slots.start(2, worker=5, environments=[{}])
         assert wait_for_ends(slots, 1) == [Ended(worker=5, slot=2, code=code)]
         slots.bury(2)
 
@@ -104,7 +107,7 @@ def test_starting_a_worker_leaves_the_signal_handlers_alone(tmp_path):
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = [signal.getsignal(number) for number in numbers]
     with slots_for(tmp_path, "pass") as slots:
-        slots.start(0, worker=1, environment={})
+        slots.start(0, worker=1, environments=[{}])
         wait_for_ends(slots, 1)
 
         assert [signal.getsignal(number) for number in numbers] == before
@@ -114,7 +117,7 @@ def test_starting_a_worker_leaves_the_signal_handlers_alone(tmp_path):
 def test_a_worker_sees_its_environment_and_leads_a_process_group(tmp_path):
     script = "import os; print(os.environ['MARK'], os.getpid() == os.getpgid(0) == os.getsid(0))"
     with slots_for(tmp_path, script) as slots:
-        slots.start(0, worker=1, environment={"MARK": "here"})
+        slots.start(0, worker=1, environments=[{"MARK": "here"}])
         wait_for_ends(slots, 1)
 
     assert log_paths(tmp_path, 1)[0].read_text() == "here True\n"
@@ -123,7 +126,7 @@ def test_a_worker_sees_its_environment_and_leads_a_process_group(tmp_path):
 @pytest.mark.processes
 def test_what_a_dead_worker_started_dies_with_it(tmp_path):
     with slots_for(tmp_path, WITH_A_CHILD) as slots:
-        process = slots.start(0, worker=1, environment={})
+        process = slots.start(0, worker=1, environments=[{}])
         child = int(wait_for_line(log_paths(tmp_path, 1)[0]))
         os.kill(process.pid, signal.SIGKILL)
         wait_for_ends(slots, 1)
@@ -132,10 +135,50 @@ def test_what_a_dead_worker_started_dies_with_it(tmp_path):
         wait_until_gone(child)
 
 
+SECOND_FAILS = """
+import os, time
+if os.environ["ELASTANE_GROUP_INDEX"] == "1":
+    raise SystemExit(5)
+time.sleep(600)
+"""
+
+SECOND_ENDS_FIRST = """
+import os, time
+if os.environ["ELASTANE_GROUP_INDEX"] == "0":
+    time.sleep(0.5)
+print("end")
+"""
+
+
+def two_processes():
+    return [{"ELASTANE_GROUP_INDEX": str(index)} for index in range(2)]
+
+
+@pytest.mark.processes
+def test_a_process_that_fails_ends_its_worker_and_the_others_with_it(tmp_path):
+    with slots_for(tmp_path, SECOND_FAILS) as slots:
+        process = slots.start(3, worker=7, environments=two_processes())
+        assert wait_for_ends(slots, 1) == [Ended(worker=7, slot=3, code=5, index=1)]
+        slots.bury(3)
+
+        wait_until_gone(process.pid)
+        assert slots.workers == {}
+
+
+@pytest.mark.processes
+def test_a_worker_whose_processes_end_well_ends_with_the_last_of_them(tmp_path):
+    with slots_for(tmp_path, SECOND_ENDS_FIRST) as slots:
+        slots.start(0, worker=1, environments=two_processes())
+        assert wait_for_ends(slots, 1) == [Ended(worker=1, slot=0, code=0)]
+
+    texts = [log_paths(tmp_path, 1, index=index)[0].read_text() for index in range(2)]
+    assert texts == ["end\n", "end\n"]
+
+
 @pytest.mark.processes
 def test_a_worker_that_does_not_listen_is_killed_after_its_grace(tmp_path):
     with slots_for(tmp_path, DEAF) as slots:
-        slots.start(0, worker=1, environment={})
+        slots.start(0, worker=1, environments=[{}])
         wait_for_line(log_paths(tmp_path, 1)[0])
         begun = time.monotonic()
         slots.end(1, grace_s=0.3)
@@ -151,7 +194,7 @@ def test_a_worker_that_does_not_listen_is_killed_after_its_grace(tmp_path):
 @pytest.mark.processes
 def test_leaving_the_block_leaves_no_process_behind(tmp_path):
     with slots_for(tmp_path, WITH_A_CHILD) as slots:
-        pids = [slots.start(n, worker=n, environment={}).pid for n in range(2)]
+        pids = [slots.start(n, worker=n, environments=[{}]).pid for n in range(2)]
         pids += [int(wait_for_line(log_paths(tmp_path, n)[0])) for n in range(2)]
 
     for pid in pids:
@@ -170,12 +213,27 @@ def test_another_thread_wakes_a_wait(tmp_path):
 @pytest.mark.processes
 def test_a_worker_that_outlived_its_launcher_is_adopted_and_others_are_not(tmp_path):
     with slots_for(tmp_path, "import time; time.sleep(600)") as first:
-        process = first.start(0, worker=1, environment={})
+        process = first.start(0, worker=1, environments=[{}])
         with slots_for(tmp_path, "pass") as second:
-            assert second.adopt(0, worker=1, pid=process.pid, born=process.born)
-            assert not second.adopt(1, worker=2, pid=process.pid, born="1")
-            assert not second.adopt(2, worker=3, pid=2**22 + 1, born="1")
+            assert second.adopt(0, worker=1, pids=[process.pid], born=[process.born])
+            assert not second.adopt(1, worker=2, pids=[process.pid], born=["1"])
+            assert not second.adopt(2, worker=3, pids=[2**22 + 1], born=["1"])
             os.kill(process.pid, signal.SIGKILL)
+
+            assert wait_for_ends(second, 1) == [Ended(worker=1, slot=0, code=None)]
+
+
+@pytest.mark.processes
+def test_a_worker_of_which_a_process_is_gone_is_not_adopted_but_ended(tmp_path):
+    with slots_for(tmp_path, "import time; time.sleep(600)") as first:
+        process = first.start(0, worker=1, environments=[{}, {}])
+        pids, born = zip(*[(one.pid, one.born) for one in process.team], strict=True)
+        with slots_for(tmp_path, "pass") as second:
+            assert second.adopt(0, worker=1, pids=pids, born=born)
+            os.kill(pids[1], signal.SIGKILL)
+            wait_until_gone(pids[1])
+            assert not second.adopt(1, worker=1, pids=pids, born=born)
+            wait_until_gone(pids[0])
 
             assert wait_for_ends(second, 1) == [Ended(worker=1, slot=0, code=None)]
 
@@ -193,6 +251,18 @@ def test_the_console_names_the_worker_in_every_line(tmp_path):
 
     assert out.getvalue() == "[worker 3] one\n[worker 3] two \ufffd\n[worker 3] no end\n"
     assert err.getvalue() == "[elastane] two\n[elastane] lines\n[worker 3] trouble\n"
+
+
+def test_the_console_names_each_process_of_a_worker(tmp_path):
+    out = io.StringIO()
+    log_paths(tmp_path, 3)[0].parent.mkdir()
+    with Console(tmp_path, out=out) as console:
+        console.follow(3, group_size=2)
+        for index in range(2):
+            log_paths(tmp_path, 3, index=index)[0].write_text(f"{index}\n")
+        console.leave(3)
+
+    assert out.getvalue() == "[worker 3] 0\n[worker 3.1] 1\n"
 
 
 def test_the_console_shows_only_what_is_new_of_an_adopted_worker(tmp_path):
@@ -298,6 +368,21 @@ def test_a_store_that_is_not_there_or_whose_port_is_taken_is_an_error_without_no
         connect(f"127.0.0.1:{port}", patience_s=0)
 
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_a_machine_that_would_join_with_workers_of_another_size_is_refused(group_size, tmp_path):
+    store = serve(0)
+    job = {"job": "digits", "run_dir": str(tmp_path / "run"), "max_workers": 4, "group_size": 2}
+    store.set(JOB_KEY, json.dumps(job))
+    arguments = ["run", "--join", f"127.0.0.1:{store.port}", "--group-size", str(group_size)]
+
+    refused = CliRunner().invoke(main, [*arguments, __file__])
+
+    assert refused.exit_code == 2
+    message = f"group_size={group_size}: the workers of job digits have 2 processes"
+    assert message in " ".join(refused.output.split())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.processes

@@ -7,10 +7,13 @@ from functools import partial
 from threading import Thread
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.futures import Future
+from workers import run_workers
 
 from elastane.errors import CommunicationError
-from elastane.peers import Breaker
+from elastane.peers import Breaker, Peers
 
 
 def raising(error):
@@ -74,3 +77,25 @@ def test_the_groups_own_thread_lets_go_of_the_group_before_who_waits_goes_on():
 
     assert is_alive.wait() is False
     assert ended.value() is None
+
+
+def some_tensors(rank):
+    """Return tensors of several kinds: large, small, of two dtypes, empty, a transposed view."""
+    torch.manual_seed(rank)
+    small = [torch.randn(3, 2), torch.randn(5).double(), torch.empty(0, 4), torch.randn(2, 7).t()]
+    return [torch.randn(600, 500), *small, torch.randn(500, 600).t()]
+
+
+def sum_of_all():
+    tensors = some_tensors(dist.get_rank())
+    Peers(dist.group.WORLD).sum_all(tensors)
+    return tensors
+
+
+@pytest.mark.processes
+def test_tensors_of_any_size_and_form_are_added_up_in_place(tmp_path):
+    wanted = [a + b for a, b in zip(some_tensors(0), some_tensors(1), strict=True)]
+    for found in run_workers(sum_of_all, world_size=2, folder=tmp_path):
+        for one, other in zip(found, wanted, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)

@@ -48,6 +48,8 @@ class ElasticLaunch:
         max_workers: how many there may be.
         beat_interval_s: seconds between two beats.
         orphan_limit_s: seconds without a launcher after which it writes a checkpoint and exits.
+        group_size: processes of this worker, which shard one copy of the model between them.
+        group_index: number of this process among them; the first one speaks for the worker.
     """
 
     store: str
@@ -60,6 +62,8 @@ class ElasticLaunch:
     max_workers: int = 1
     beat_interval_s: float = 0.2
     orphan_limit_s: float = 300.0
+    group_size: int = 1
+    group_index: int = 0
 
     def environment(self) -> dict[str, str]:
         """Return the variables to set for the worker."""

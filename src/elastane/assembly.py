@@ -20,6 +20,8 @@ from elastane.controller import StepController
 from elastane.durability import Checkpointing, Keeper
 from elastane.elastic.resharding import Resharding
 from elastane.elastic.runtime import ElasticMembership
+from elastane.elastic.team import Team
+from elastane.errors import ArgumentError, UnsupportedError, describe
 from elastane.evaluation import Evaluator
 from elastane.feed import Feed
 from elastane.fixed import FixedMembership, discover_world
@@ -27,6 +29,7 @@ from elastane.gradients import GradientTap
 from elastane.group import Membership, Wrapping
 from elastane.loop import Loop
 from elastane.optimizers import AnyOptimizer, joined, members_of
+from elastane.replicated import ReplicatedWrapping
 from elastane.reporting import Reporter
 from elastane.sharded import ShardedTap
 from elastane.sharded_wrapping import ShardedWrapping
@@ -80,7 +83,12 @@ _NOT_IN_PLACE = (
 _RESTARTED = (
     "the model is sharded, so no worker can do without the others: any change of the workers ends "
     "all of them, and all start again from the last checkpoint; leave fully_shard to the session, "
-    "with shard=, and they may join and leave in place"
+    "with shard=, and they may join and leave in place, or take --group-size, and whole copies of "
+    "the model come and go"
+)
+_NOT_SHARDED = (
+    "this worker has {size} processes (--group-size), and the model is not sharded over them: call "
+    "fully_shard(model) before the optimizer is built, or leave --group-size out"
 )
 _GAIN_TOO_LARGE = (
     "the model has SyncBatchNorm, which ties the workers' gradients to one another: the noise "
@@ -97,12 +105,14 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         model: what users will hold; its inner module is the model given.
     """
     launch, loader, measuring = _env.elastic_launch(), given["loader"], given["measuring"]
+    team = Team() if launch is None else Team(size=launch.group_size, index=launch.group_index)
     by_user = is_sharded(model.inner)
     sharded = by_user or given["shard"] is not None
-    elastic = None if by_user else launch
-    world = discover_world() if elastic is None else World(world_size=elastic.expected_workers)
+    _check_team(team, by_user=by_user, shard=given["shard"])
+    elastic = launch if team.size > 1 or not by_user else None
+    world = discover_world() if elastic is None else _expected_world(elastic, team)
     if by_user:
-        sharding_of(model.inner, world_size=world.world_size)
+        sharding_of(model.inner, world_size=world.world_size if elastic is None else team.size)
     optimizer = joined(given["optimizer"])
     zeros = [one for one in members_of(optimizer) if is_zero(one)]
     for one in zeros:
@@ -114,14 +124,14 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         )
     policy: BatchPolicy = given["batch"] or LocalBatch(given["base_batch_size"])
     waits_in_forward = jointly.communicates_in_forward(model)
-    most_workers = world.world_size if elastic is None else elastic.max_workers
+    most_workers = world.world_size if elastic is None else team.size * elastic.max_workers
     feed = Feed(
         given["dataset"],
         options=loader,
         policy=policy,
         world=world,
         most_workers=most_workers,
-        loader_number=world.rank if launch is None else launch.worker,
+        loader_number=world.rank if launch is None else team.size * launch.worker + team.index,
         min_samples=replica.fewest_samples(model),
         in_step="cut" if waits_in_forward else "company" if sharded else None,
     )
@@ -156,7 +166,13 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
     if given["shard"] is not None:
         build = _builder(model.inner, stepper, optimizer=optimizer, shard=given["shard"])
     membership = _membership(
-        model, stepper, world=world, launch=launch, ddp=given["ddp"] or {}, build=build
+        model,
+        stepper,
+        world=world,
+        launch=launch,
+        team=team,
+        ddp=given["ddp"] or {},
+        build=build,
     )
     run = {
         "num_samples": feed.num_samples,
@@ -234,17 +250,45 @@ def _builder(
     return build
 
 
+def _check_team(
+    team: Team, *, by_user: bool, shard: Callable[[nn.Module, DeviceMesh], Any] | None
+) -> None:
+    """Refuse a model that a worker's processes do not hold one sharded copy of between them."""
+    if team.size == 1:
+        return
+    if shard is not None:
+        rule = f"given to a worker of {team.size} processes (--group-size), which shard it already"
+        way_out = (
+            "Leave --group-size out, and the session shards the model over all workers; or call "
+            "fully_shard over the worker's processes yourself, and leave shard out."
+        )
+        raise ArgumentError(describe("shard", shard, rule=rule, way_out=way_out))
+    if not by_user:
+        raise UnsupportedError(_NOT_SHARDED.format(size=team.size))
+
+
+def _expected_world(launch: _env.ElasticLaunch, team: Team) -> World:
+    """Return this process's place in the step of which it throws the gradients away."""
+    return World(rank=team.index, world_size=team.size * launch.expected_workers)
+
+
 def _membership(
     model: replica.Replica,
     stepper: Stepper,
     *,
     world: World,
     launch: _env.ElasticLaunch | None,
+    team: Team,
     ddp: Mapping[str, Any],
     build: Callable[[DeviceMesh], nn.Module] | None,
 ) -> Membership:
     """Return the workers: those that stay, or those that come and go."""
     if isinstance(stepper.tap, ShardedTap):
+        if launch is not None and team.size > 1:
+            copies = ReplicatedWrapping(
+                model, tap=stepper.tap, num_shards=team.size, agree=team.agree
+            )
+            return ElasticMembership(copies, launch=launch, team=team)
         wrapping = ShardedWrapping(model, tap=stepper.tap, build=build)
         if launch is not None and build is None:
             warnings.warn(_RESTARTED, stacklevel=5)

@@ -155,21 +155,24 @@ class Keeper:
         self._saver.discard(step + 1)
         return self._saver.outcomes()
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, writes: bool = True) -> None:
         """Write and publish a checkpoint of a final step now, and wait for it.
 
         Several workers may do so at once when they have lost each other: one of them writes.
-        Where each has a part of the state only, all of them must, and they must not be lost.
+        Where each has a part of the state only, all that hold a copy of it must, and they must not
+        be lost.
+
+        Args:
+            step: committed steps.
+            writes: whether this process does, or only gives its part of the state to one that does.
         """
         if self._store is None or self._saver is None or self._policy is None:
             return
+        state = gathered(self._state(), keep=writes) if self._in_shards else self._state()
+        if not writes:
+            return
         self._saver.discard(0)
         self._saver.wait()
-        state = self._state()
-        if self._in_shards:
-            state = gathered(state, keep=self._world.rank == 0)
-            if self._world.rank != 0:
-                return
         with exclusive(self._store.folder):
             newest: Checkpoint | None = None
             with suppress(StateError):  # a whole one is all the more wanted

@@ -74,12 +74,16 @@ class Evaluator:
                 dataset=dataset,
                 options=self._options,
                 batch_size=batch_size,
-                world=World() if peers is None else self._membership.world,
+                world=World() if peers is None else _place_in(peers),
                 peers=peers,
             )
             return asdict(evaluation)
 
         return Evaluation(**self._membership.together(work))
+
+
+def _place_in(peers: Peers) -> World:
+    return World(rank=peers.group.rank(), world_size=peers.group.size())
 
 
 def evaluate(

@@ -59,8 +59,12 @@ class Trainee(Protocol):
         """Know that committed steps up to this one are final, and that no later one is."""
         ...
 
-    def save(self) -> None:
-        """Write a durable checkpoint now, if the run keeps any."""
+    def save(self, *, writes: bool = True) -> None:
+        """Write a durable checkpoint now, if the run keeps any.
+
+        Args:
+            writes: whether this process does; not one that only gives its part of the state.
+        """
         ...
 
     def resume(self) -> bool:

@@ -6,7 +6,7 @@ Knows collective operations; nothing of steps, models or who decides on members.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock, Thread
 from typing import Any, TypeVar, cast
@@ -21,6 +21,8 @@ from elastane.errors import CommunicationError, StateError
 __all__ = ["Breaker", "Peers", "digest_of"]
 
 T = TypeVar("T")
+
+_LARGE_BYTES = 1 << 20
 
 
 class Breaker:
@@ -143,11 +145,20 @@ class Peers:
     Args:
         group: gloo or nccl.
         breaker: ends waits for the group.
+        replicas: those of them that hold the same shards of other copies of the model; `None`
+            where no copy is sharded over several workers, or there is only one.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, breaker: Breaker | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        breaker: Breaker | None = None,
+        replicas: Peers | None = None,
+    ) -> None:
         self.group = group
         self.breaker = breaker or Breaker()
+        self.replicas = replicas
 
     def call(self, action: Callable[[], T], *, on_host: bool) -> T:
         """Return what an action returns that waits for the group without saying so.
@@ -178,6 +189,34 @@ class Peers:
         """
         work = _started(lambda: dist.all_reduce(values, group=self.group, async_op=True))
         self.breaker.wait(work, on_host=not values.is_cuda)
+
+    def sum_all(self, tensors: Sequence[Tensor]) -> None:
+        """Add up tensors over the workers, in place and side by side; small ones go together.
+
+        Args:
+            tensors: as many as on every other worker, alike in dtype and shape.
+
+        Raises:
+            CommunicationError: the group broke.
+        """
+        small: dict[torch.dtype, list[Tensor]] = {}
+        messages: list[Tensor] = []
+        for tensor in tensors:
+            if tensor.is_contiguous() and tensor.nbytes >= _LARGE_BYTES:
+                messages.append(tensor)
+            elif tensor.numel():
+                small.setdefault(tensor.dtype, []).append(tensor)
+        joined = [(torch.cat([one.reshape(-1) for one in some]), some) for some in small.values()]
+        messages += [flat for flat, _ in joined]
+        works = [
+            _started(lambda one=one: dist.all_reduce(one, group=self.group, async_op=True))
+            for one in messages
+        ]
+        for work, message in zip(works, messages, strict=True):
+            self.breaker.wait(work, on_host=not message.is_cuda)
+        for flat, some in joined:
+            for tensor, part in zip(some, flat.split([t.numel() for t in some]), strict=True):
+                tensor.copy_(part.view_as(tensor))
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """Return the workers' tensors, which have one shape, by rank.

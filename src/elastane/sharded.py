@@ -36,6 +36,10 @@ class ShardedTap(Window):
     reduction over all workers carries the statistics of both kinds; only the first copy of the
     model adds its shards' norms.
 
+    Where other copies of the model are trained beside this one, by workers that may be lost, the
+    shards of the means are summed over those that hold the same ones first, once a step. All that
+    hold one copy must know whether the step is whole before any of them commits it.
+
     Args:
         groups: parameters of each group that has statistics of its own; those of one unit must
             be in one group.
@@ -50,6 +54,7 @@ class ShardedTap(Window):
         extras: Callable[[], Sequence[Extra]] | None = None,
     ) -> None:
         self._extras = extras
+        self._agree: Callable[[bool], bool] = bool
         self._counts_means = True
         self._units: list[Unit] = []
         self.set_groups(groups)
@@ -69,19 +74,31 @@ class ShardedTap(Window):
         for unit in self._units:
             unit.find_group(self._parameters)
 
-    def attach(self, model: nn.Module, *, sharding: Sharding, peers: Peers | None) -> None:
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        sharding: Sharding,
+        peers: Peers | None,
+        is_first_copy: bool = True,
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
         """Sum and measure a model's gradients from now on.
 
         Args:
             model: sharded.
             sharding: how.
             peers: all workers; `None` for one.
+            is_first_copy: whether this copy's shards are the ones to measure the mean by.
+            agree: called once a step with whether the step is whole on this rank; returns whether
+                it is on all ranks that hold this copy.
 
         Raises:
             UnsupportedError: a unit that can't be measured.
         """
         self._peers = peers
-        self._counts_means = sharding.replica == 0
+        self._agree = agree
+        self._counts_means = is_first_copy and sharding.replica == 0
         self._units = [
             Unit(self, name, parameters, sharding=sharding)
             for name, _, parameters in units_of(model)
@@ -94,7 +111,7 @@ class ShardedTap(Window):
         """Leave the units to FSDP's own means; its setters have no way back to its defaults."""
         for unit in self._units:
             unit.leave()
-        self._peers, self._units = None, []
+        self._peers, self._units, self._agree = None, [], bool
         self.begin(batch_samples=1.0)
 
     def begin(self, *, batch_samples: float, measure: bool = True) -> None:
@@ -155,11 +172,7 @@ class ShardedTap(Window):
         gradients = [
             [local_of(p.grad) for p in group if p.grad is not None] for group in self._parameters
         ]
-        device = next(one for group in gradients for one in group).device
-        vector = self._told(gradients, device)
-        if self._peers is not None:
-            self._peers.sum(vector)
-        *values, scale = torch.cat([vector, as_vector([loss_scale], device)]).tolist()
+        *values, scale = self._reduced_values(gradients, loss_scale)
         measurement = read_measurement(
             values[: -len(gradients)],
             values[-len(gradients) :],
@@ -172,7 +185,34 @@ class ShardedTap(Window):
             foreach_mul_(every, self._batch_samples / measurement.weight)
         return measurement
 
-    def _told(self, gradients: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+    def _reduced_values(
+        self, gradients: Sequence[Sequence[Tensor]], loss_scale: Extra
+    ) -> list[float]:
+        """Return the step's sums over all workers, and the loss scale.
+
+        Raises:
+            CommunicationError: for all ranks that hold this copy, if the group broke for one.
+        """
+        extras = tuple(self._extras()) if self._extras else ()  # before a wait for anybody
+        device = next(one for group in gradients for one in group).device
+        values: list[float] = []
+        try:
+            if self._peers is not None and self._peers.replicas is not None:
+                self._peers.replicas.sum_all([one for group in gradients for one in group])
+            vector = self._told(gradients, extras, device)
+            if self._peers is not None:
+                self._peers.sum(vector)
+            values = torch.cat([vector, as_vector([loss_scale], device)]).tolist()
+        except CommunicationError as error:
+            self.note_failure(str(error))
+        if not self._agree(not self.is_broken) or self._failure is not None:
+            self.note_failure(self._failure or "it broke for another rank of this copy")
+            raise CommunicationError(_BROKEN.format(cause=self._failure))
+        return values
+
+    def _told(
+        self, gradients: Sequence[Sequence[Tensor]], extras: Sequence[Extra], device: torch.device
+    ) -> Tensor:
         """Return what this rank adds to the step's sums: what `read_measurement` reads."""
         num_groups = len(gradients)
         local = torch.zeros(num_groups, dtype=torch.float64, device=device)
@@ -180,7 +220,6 @@ class ShardedTap(Window):
             local[group] += norm
         finite = local.isfinite().all()
         local = torch.where(finite, local, torch.zeros_like(local))
-        extras = tuple(self._extras()) if self._extras else ()
         told = (self._total_weight, self._num_gradients, ~finite, *extras)
         means = torch.zeros(num_groups, dtype=torch.float64, device=device)
         if self._counts_means:
@@ -191,7 +230,8 @@ class ShardedTap(Window):
 
 _BROKEN = (
     "the process group broke in this step, which this worker has not committed: {cause}. A sharded "
-    "model can't go on without the lost rank: start again from a checkpoint"
+    "model can't go on without a rank of its own: start again from a checkpoint, or have several "
+    "copies with `elastane run --group-size`"
 )
 _NO_BACKWARD = (
     "step() without a gradient: call session.backward(loss) or loss.backward() on a loss computed "

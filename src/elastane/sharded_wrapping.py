@@ -17,7 +17,7 @@ from elastane._compat import HashStore
 from elastane.peers import Peers
 from elastane.replica import Replica, merge_batch_statistics
 from elastane.sharded import ShardedTap
-from elastane.sharding import Sharding, local_of, sharding_of
+from elastane.sharding import Sharding, local_of, reshard, sharding_of
 
 __all__ = ["ShardedWrapping"]
 
@@ -45,6 +45,7 @@ class ShardedWrapping:
         self.model = model
         self._tap = tap
         self._build = build
+        self._root = model.inner
         self._is_alone_in_group = False
         self.mesh: DeviceMesh | None = None
         self._trainable: frozenset[int] = frozenset()
@@ -64,16 +65,15 @@ class ShardedWrapping:
                 those of rank 0.
         """
         self.drop()
-        root = self.model.inner
         if self._build is not None:
             if peers is not None and spread_weights:
                 self._call(peers, lambda: self._spread_bare(peers))
             self.mesh = self._mesh(peers)
-            root = self._build(self.mesh)
+            self._root = self._build(self.mesh)
             self.model.follow()
         world_size = 1 if peers is None else dist.get_world_size(peers.group)
         sharding = sharding_of(self.model.inner, world_size=world_size)
-        self._tap.attach(root, sharding=sharding, peers=peers)
+        self._tap.attach(self._root, sharding=sharding, peers=peers)
         self.peers = peers
         if peers is not None and spread_weights:
             self._call(peers, lambda: self._spread(sharding, peers))
@@ -133,9 +133,14 @@ class ShardedWrapping:
                 self.model.inner, sum_over_workers=self.peers.sum, counted=counted
             )
 
+    def reshard(self) -> None:
+        """Have the model hold its shards alone, as a state that is cut anew needs it."""
+        reshard(self._root)
+
     def drop(self) -> None:
-        """Let go of the group."""
+        """Let go of the group; what is sharded can be copied then."""
         self._tap.detach()
+        self.reshard()
         self.peers = self.mesh = None
         if self._is_alone_in_group:
             self._is_alone_in_group = False

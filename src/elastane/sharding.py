@@ -16,7 +16,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from elastane.errors import UnsupportedError
 
-__all__ = ["Sharding", "is_sharded", "local_of", "shard_of", "sharding_of", "units_of"]
+__all__ = [
+    "Sharding",
+    "is_sharded",
+    "local_of",
+    "reshard",
+    "shard_of",
+    "sharding_of",
+    "units_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +56,17 @@ class Sharding:
 def is_sharded(model: nn.Module) -> bool:
     """Return whether `fully_shard` was applied to a model or a part of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def reshard(model: nn.Module) -> None:
+    """Have each part of a model hold its shards again.
+
+    After a forward pass without a backward, as in an evaluation, the outermost part holds whole
+    parameters, which FSDP gathered for the backward that it expects.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local_of(tensor: Tensor) -> Tensor:

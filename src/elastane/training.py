@@ -6,13 +6,15 @@ Joins the parts' states for workers that come or lag behind; knows nothing of wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from elastane.batching import World
 from elastane.durability import Keeper
+from elastane.elastic.cut import put_together
 from elastane.elastic.snapshot import load_state, state_of, tensors_of
 from elastane.elastic.whole import dealt, dealt_optimizer
 from elastane.feed import Feed
@@ -100,7 +102,9 @@ class Training:
             one.load_state_dict(state["stateful"][name])
 
     def _dealt(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state, of which each worker has the whole, as this worker's part of it."""
+        """Return a state as this worker's part of it, if it is not that already."""
+        first = cast("DTensor", next(self._model.parameters()))
+        state = put_together(state, mesh=first.device_mesh, device=first.device)
         own = {
             "model": tensors_of(self._model),
             "stateful": {name: one.state_dict() for name, one in self._stateful.items()},
@@ -122,9 +126,13 @@ class Training:
         """Know that committed steps up to this one are final, and that no later one is."""
         self._loop.settled(step)
 
-    def save(self) -> None:
-        """Write a durable checkpoint now, if the run keeps any."""
-        self._keeper.save(self.step)
+    def save(self, *, writes: bool = True) -> None:
+        """Write a durable checkpoint now, if the run keeps any.
+
+        Args:
+            writes: whether this process does; not one that only gives its part of the state.
+        """
+        self._keeper.save(self.step, writes=writes)
 
     def resume(self) -> bool:
         """Go on from the newest durable checkpoint; say whether there is one.

@@ -49,6 +49,13 @@ Ctrl-C or SIGTERM stops the job: workers write a checkpoint and leave.
 )
 @click.option("--standby", metavar="N", type=click.IntRange(0), default=0, help="Spare workers.")
 @click.option(
+    "--group-size",
+    metavar="K",
+    type=click.IntRange(1),
+    help="Processes of a worker, which shard one copy of the model between them; workers and slots "
+    "count as many. [default: 1; with --join the launcher's]",
+)
+@click.option(
     "--run-dir",
     metavar="DIR",
     type=click.Path(path_type=Path, file_okay=False),
@@ -165,6 +172,7 @@ def run(ctx: click.Context, *, script: str, as_module: bool, **given: Any) -> No
         port=given["port"],
         advertise=given["advertise"],
         orphan_limit_s=given["orphan_limit"],
+        group_size=given["group_size"],
         hosts=hosts,
         agent=given["agent"],
         lifeline=given["lifeline"],

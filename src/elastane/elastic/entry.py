@@ -5,22 +5,27 @@ One function, for members that have met already. Knows nothing of the supervisor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from elastane._compat import PrefixStore, TCPStore
 from elastane.batching import World
-from elastane.elastic.handover import fill, take_part
-from elastane.elastic.opening import open_group
+from elastane.elastic.cut import own_pieces
+from elastane.elastic.handover import fill
+from elastane.elastic.opening import open_beside, open_group
 from elastane.elastic.sockets import GroupSockets
 from elastane.elastic.standing import TORN, Entry, Standing, TornError, sources
+from elastane.elastic.team import Team
 from elastane.elastic.transfer import receive_state, send_state
 from elastane.errors import CommunicationError, StateError
 from elastane.group import Trainee, Wrapping
 from elastane.peers import Breaker, Peers, digest_of
+from elastane.replicated import ReplicatedWrapping
 from elastane.sharded_wrapping import ShardedWrapping
 
 __all__ = ["enter_group"]
@@ -32,61 +37,112 @@ def enter_group(
     prefix: str,
     world: World,
     store: Callable[[], TCPStore],
-    wrapping: Wrapping | ShardedWrapping,
+    wrapping: Wrapping | ShardedWrapping | ReplicatedWrapping,
     trainee: Trainee,
     sockets: GroupSockets,
     breaker: Breaker,
     pause: Callable[[str], AbstractContextManager[None]],
+    team: Team,
 ) -> Entry:
     """Open the group of a generation and make all its members equal.
 
     Args:
         entry: what this member brings.
         prefix: of the group's keys; no other group has had it.
-        world: this member's place.
+        world: this process's place among those of all members.
         store: gives a client of the job's store, for the group alone.
         wrapping: takes the group for the model.
         trainee: gives and takes state.
         sockets: remembers the group's sockets.
         breaker: ends every wait for the others.
         pause: tells that copying takes its time.
+        team: this member's processes; what one of them can't finish none has finished.
 
     Raises:
         CommunicationError: the group broke. The state is as it was, or a newcomer's and void.
         StateError: this newcomer trains something else than the others.
     """
-    if world.world_size == 1:
-        return _enter_alone(entry, wrapping=wrapping, trainee=trainee)
+    if world.world_size == team.size:
+        return _enter_alone(entry, wrapping=wrapping, trainee=trainee, team=team)
     device = wrapping.device
-    with sockets.opening():
-        group = open_group(
-            lambda: PrefixStore(prefix, store()), world=world, device=device, breaker=breaker
-        )
-    peers = Peers(group, breaker=breaker)
-    standings = _gather(entry, trainee=trainee, peers=peers, device=device, rank=world.rank)
-    if not any(standing.is_current for standing in standings):
-        entry = _resumed(entry, trainee=trainee)
-        standings = _gather(entry, trainee=trainee, peers=peers, device=device, rank=world.rank)
-    with pause("copying state"):
-        if wrapping.in_shards and any(standing.is_current for standing in standings):
-            wrapping.use(peers, spread_weights=False)  # its shards are to be filled
-            entry = fill(
-                entry, standings, rank=world.rank, peers=peers, wrapping=wrapping, trainee=trainee
-            )
-        else:
-            entry = _equalize(entry, standings, rank=world.rank, peers=peers, trainee=trainee)
-            wrapping.use(peers, spread_weights=False)
-    wrapping.merge_statistics(counted=entry.is_current)
-    return entry
+
+    def arrive() -> _Arrived:
+        with sockets.opening():
+            peers = _open(prefix, store, world=world, device=device, breaker=breaker, team=team)
+        known = {"trainee": trainee, "peers": peers, "device": device, "team": team}
+        standings, reached = _gather(entry, **known), entry
+        if not any(standing.is_current for standing in standings):
+            reached = _resumed(entry, trainee=trainee)
+            standings = _gather(reached, **known)
+        with pause("copying state"):
+            if wrapping.in_shards and any(standing.is_current for standing in standings):
+                wrapping.use(peers, spread_weights=False)  # its shards are to be filled
+                reached = fill(reached, standings, peers=peers, trainee=trainee)
+                return _Arrived(peers=peers, entry=reached)
+            return _equalize(reached, standings, peers=peers, trainee=trainee, team=team)
+
+    def use() -> None:
+        if wrapping.peers is not arrived.peers:
+            wrapping.use(arrived.peers, spread_weights=False)
+        wrapping.merge_statistics(counted=arrived.entry.is_current)
+
+    arrived = team.together(arrive)
+    if arrived.state is not None:
+        with pause("copying state"):
+            trainee.load_state_dict(arrived.state)
+    team.together(use)
+    return arrived.entry
 
 
-def _enter_alone(entry: Entry, *, wrapping: Wrapping | ShardedWrapping, trainee: Trainee) -> Entry:
-    wrapping.use(None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrived:
+    """A member in its group: what it has now, and a state that it is still to take up."""
+
+    peers: Peers
+    entry: Entry
+    state: Mapping[str, Any] | None = None
+
+
+def _open(
+    prefix: str,
+    store: Callable[[], TCPStore],
+    *,
+    world: World,
+    device: torch.device,
+    breaker: Breaker,
+    team: Team,
+) -> Peers:
+    """Open the group of all members, and for teams that of those with the same shards."""
+
+    def opened(name: str, place: World, *, of: Callable[..., dist.ProcessGroup]) -> Peers:
+        keys = f"{prefix}{name}"
+        known = {"world": place, "device": device, "breaker": breaker}
+        return Peers(of(lambda: PrefixStore(keys, store()), **known), breaker=breaker)
+
+    if team.size == 1:
+        return opened("", world, of=open_group)
+    rank, size = world.rank // team.size, world.world_size // team.size
+    everyone = opened("/all", world, of=open_beside)
+    everyone.replicas = opened(f"/{team.index}", World(rank=rank, world_size=size), of=open_beside)
+    return everyone
+
+
+def _enter_alone(
+    entry: Entry,
+    *,
+    wrapping: Wrapping | ShardedWrapping | ReplicatedWrapping,
+    trainee: Trainee,
+    team: Team,
+) -> Entry:
+    wrapping.use(None, spread_weights=False)
     if entry.is_current:
         if entry.parts:
-            take_part(entry.parts[0], wrapping=wrapping, trainee=trainee)
+            trainee.load_state_dict(entry.parts[0])
         return replace(entry, parts={})
-    return replace(_resumed(entry, trainee=trainee), is_current=True)
+    reached = replace(_resumed(entry, trainee=trainee), is_current=True)
+    if not team.agree(team.told(lambda: reached.turns) == reached.turns):
+        raise StateError(_DIFFERENT_CHECKPOINTS)
+    return reached
 
 
 def _resumed(entry: Entry, *, trainee: Trainee) -> Entry:
@@ -104,58 +160,63 @@ def _resumed(entry: Entry, *, trainee: Trainee) -> Entry:
 
 
 def _gather(
-    entry: Entry,
-    *,
-    trainee: Trainee,
-    peers: Peers,
-    device: torch.device,
-    rank: int,
+    entry: Entry, *, trainee: Trainee, peers: Peers, device: torch.device, team: Team
 ) -> list[Standing]:
     """Return all members' standings; refuse to be a newcomer that trains something else.
 
     Raises:
-        StateError: the first current member, or else rank 0, is another run.
+        StateError: the first current member, or else the first, is another run; or a process of a
+            member differs from its leader.
     """
     identity = trainee.identity()
     own = [int(entry.is_current), entry.turns, *(digest_of(v) for v in identity.values())]
     row = torch.tensor(own, dtype=torch.int64, device=device)
-    values = [one.tolist() for one in peers.gather(row)]
+    rows = [one.tolist() for one in peers.gather(row)]
+    values = rows[:: team.size]
+    if any(row[:2] != values[rank // team.size][:2] for rank, row in enumerate(rows)):
+        raise StateError(_DIFFERENT_CHECKPOINTS)
     reference = next((one for one in values if one[0]), values[0])
     differing = [n for n, a, b in zip(identity, own[2:], reference[2:], strict=True) if a != b]
     if differing and not entry.is_current:
         shown = ", ".join(f"{name}={identity[name]!r}" for name in differing)
         raise StateError(
-            f"this worker (rank {rank}) differs from the others in what must be the same on all, "
-            f"here {shown}: start all of them with the same arguments"
+            f"this worker (rank {peers.group.rank()}) differs from the others in what must be the "
+            f"same on all, here {shown}: start all of them with the same arguments"
         )
     return [Standing(is_current=bool(one[0]), turns=one[1]) for one in values]
 
 
 def _equalize(
-    entry: Entry,
-    standings: Sequence[Standing],
-    *,
-    rank: int,
-    peers: Peers,
-    trainee: Trainee,
-) -> Entry:
-    """Copy state so that all ranks stand where the most advanced do."""
-    taken = sources(standings)
-    source = taken[rank]
-    receivers = [one for one, its_source in enumerate(taken) if its_source == rank != one]
-    if receivers:
-        state = {"training": trainee.state_dict(), "outcome": entry.outcome}
-        send_state(state, to=receivers, group=peers.group, breaker=peers.breaker)
-    if source == rank:
-        return Entry(turns=entry.turns, outcome=entry.outcome, is_current=True, source=rank)
-    # A member that lags behind keeps its own state until the whole of the other's has come.
-    into = () if entry.is_current else trainee.tensors()
+    entry: Entry, standings: Sequence[Standing], *, peers: Peers, trainee: Trainee, team: Team
+) -> _Arrived:
+    """Copy state so that all stand where the most advanced do; equal parts between teams."""
+    taken, place = sources(standings), peers.group.rank() // team.size
+    source = taken[place]
+    receivers = [one for one, its_source in enumerate(taken) if its_source == place != one]
+    ranks = [team.size * one + team.index for one in receivers]
+    if ranks:
+        training = trainee.state_dict()
+        training = own_pieces(training) if team.size > 1 else training
+        state = {"training": training, "outcome": entry.outcome}
+        send_state(state, to=ranks, group=peers.group, breaker=peers.breaker)
+    if source == place:
+        return _Arrived(peers=peers, entry=replace(entry, is_current=True, source=source))
+    # A member that lags behind keeps its own state until the whole of the other's has come, and
+    # a process of a team until it has come to all of them.
+    into = () if entry.is_current or team.size > 1 else trainee.tensors()
+    sender = team.size * source + team.index
     try:
-        state = receive_state(source=source, group=peers.group, into=into, breaker=peers.breaker)
+        state = receive_state(source=sender, group=peers.group, into=into, breaker=peers.breaker)
     except CommunicationError as error:
         why = str(error)
     else:
-        trainee.load_state_dict(state["training"])
         turns, outcome = standings[source].turns, state["outcome"]
-        return Entry(turns=turns, outcome=outcome, is_current=False, source=source)
+        reached = Entry(turns=turns, outcome=outcome, is_current=False, source=source)
+        return _Arrived(peers=peers, entry=reached, state=state["training"])
     raise TornError(why) if into else CommunicationError(why)
+
+
+_DIFFERENT_CHECKPOINTS = (
+    "the processes of one worker, which shard one model between them, stand at different steps: "
+    "they have found different checkpoints, or only some of them have found any"
+)

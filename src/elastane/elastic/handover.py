@@ -1,4 +1,4 @@
-"""Handing a sharded state over from one group to the next: cut in the old, put together in the new.
+"""Handing a sharded state over from one group to the next: cut in the old, dealt in the new.
 
 Knows members and where they stand; nothing of the supervisor, or of what is trained.
 """
@@ -8,23 +8,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from elastane.elastic.cut import cut, put_together
+from elastane.elastic.cut import cut
 from elastane.elastic.standing import Entry, Standing, sources
 from elastane.elastic.transfer import receive_state, send_state
-from elastane.group import Trainee, Wrapping
+from elastane.group import Trainee
 from elastane.peers import Peers
-from elastane.sharded_wrapping import ShardedWrapping
 
-__all__ = ["fill", "parts_of", "take_part"]
+__all__ = ["fill", "parts_of"]
 
 
 def fill(
     entry: Entry,
     standings: Sequence[Standing],
     *,
-    rank: int,
     peers: Peers,
-    wrapping: Wrapping | ShardedWrapping,
     trainee: Trainee,
 ) -> Entry:
     """Fill the shards of all ranks from the parts that the current ones have brought.
@@ -32,6 +29,7 @@ def fill(
     Raises:
         CommunicationError: the group broke; the state of this member is void, as its part is.
     """
+    rank = peers.group.rank()
     source = sources(standings)[rank]
     breaker = peers.breaker
     for receiver, part in entry.parts.items():
@@ -43,20 +41,13 @@ def fill(
     else:
         state = receive_state(source=source, group=peers.group, breaker=breaker)
         part, outcome = state["training"], state["outcome"]
-    take_part(part, wrapping=wrapping, trainee=trainee)
+    trainee.load_state_dict(part)
     return Entry(
         turns=standings[source].turns,
         outcome=outcome,
         is_current=source == rank,
         source=source,
     )
-
-
-def take_part(part: Any, *, wrapping: Wrapping | ShardedWrapping, trainee: Trainee) -> None:
-    """Go on from the part that was cut for this rank; its model has been sharded anew."""
-    assert isinstance(wrapping, ShardedWrapping)
-    assert wrapping.mesh is not None
-    trainee.load_state_dict(put_together(part, mesh=wrapping.mesh, device=wrapping.device))
 
 
 def parts_of(

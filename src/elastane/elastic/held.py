@@ -12,6 +12,7 @@ import torch.distributed as dist
 from elastane.elastic.sockets import GroupSockets
 from elastane.group import Wrapping
 from elastane.peers import Breaker
+from elastane.replicated import ReplicatedWrapping
 from elastane.sharded_wrapping import ShardedWrapping
 
 __all__ = ["HeldGroup"]
@@ -24,10 +25,17 @@ class HeldGroup:
 
     Args:
         wrapping: of the model; it has the group's peers.
+        keeps_default: whether torch's default group is another one, which stays.
     """
 
-    def __init__(self, wrapping: Wrapping | ShardedWrapping) -> None:
+    def __init__(
+        self,
+        wrapping: Wrapping | ShardedWrapping | ReplicatedWrapping,
+        *,
+        keeps_default: bool = False,
+    ) -> None:
         self.wrapping = wrapping
+        self._keeps_default = keeps_default
         self.sockets = GroupSockets()
         self.breaker = Breaker()
         self._closing: list[threading.Thread] = []
@@ -47,14 +55,18 @@ class HeldGroup:
         Args:
             at_once: shut its sockets, so that nobody waits for this worker in it.
         """
+        peers = self.wrapping.peers
         self.wrapping.drop()
         if at_once:
             self.break_up("this worker has left the group")
         self.sockets.forget()
-        if dist.is_initialized():
-            last_reference = [dist.group.WORLD]
+        last_references: list[object] = [peers]
+        del peers
+        if dist.is_initialized() and not self._keeps_default:
+            last_references.append(dist.group.WORLD)
             dist.destroy_process_group()
-            closing = threading.Thread(target=last_reference.clear, daemon=True)
+        if any(one is not None for one in last_references):
+            closing = threading.Thread(target=last_references.clear, daemon=True)
             closing.start()
             self._closing = [one for one in self._closing if one.is_alive()] + [closing]
 

@@ -56,6 +56,8 @@ class Link:
     Two threads have clients of their own: the watcher waits for the next generation, and the
     other tells the worker's beat. Neither needs the main thread, which may be blocked.
 
+    Of several processes of one worker only the first tells facts and beats; the others listen.
+
     Args:
         launch: what the launcher said of this worker.
         beat: returns the present beat for a count; called by the beat's thread.
@@ -72,6 +74,7 @@ class Link:
         self._launch = launch
         self._beat = beat
         self._on_change = on_change
+        self._is_silent = launch.group_index > 0
         self._changed = Condition()
         self._history = History()
         self._entered: Generation | None = None
@@ -124,6 +127,8 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Tell a fact; without a store it is lost, and hello will tell what matters."""
+        if self._is_silent:
+            return
         with suppress(OSError, RuntimeError):
             store = self.store()
             store.queue_push(protocol.INBOX, message.to_json())
@@ -195,9 +200,9 @@ class Link:
 
     def _introduce(self, store: TCPStore) -> None:
         """Say hello, also when that was said before: a launcher may have died with it."""
-        store.queue_push(protocol.INBOX, self._hello().to_json())
-        if self._standing is not None:
-            store.queue_push(protocol.INBOX, self._standing.to_json())
+        for fact in () if self._is_silent else (self._hello(), self._standing):
+            if fact is not None:
+                store.queue_push(protocol.INBOX, fact.to_json())
         self._introduced.set()
 
     def _follow(self, store: TCPStore) -> None:
@@ -223,8 +228,9 @@ class Link:
             count += 1
             try:
                 store = store or connect(self._launch.store)
-                key = protocol.beat_key(self._launch.worker)
-                store.set(key, self._beat(count).to_json())
+                key, beat = protocol.beat_key(self._launch.worker), self._beat(count)
+                if not self._is_silent:
+                    store.set(key, beat.to_json())
                 self._spare = self._spare or connect(self._launch.store)
                 while not self._posted.empty():
                     store.queue_push(protocol.INBOX, self._posted.get().to_json())

@@ -9,17 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
 from elastane import protocol
 from elastane._compat import TCPStore
+from elastane.elastic.link import Link
+from elastane.elastic.team import Team
 from elastane.errors import CommunicationError
+from elastane.protocol import Generation
 
-__all__ = ["Arrival", "Superseded", "meet", "participants"]
+__all__ = ["Arrival", "Meetings", "Superseded", "meet", "participants"]
 
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.01
 
 
-class Superseded(Exception):
+class Superseded(CommunicationError):
     """A newer generation has made the present one idle."""
 
 
@@ -92,3 +96,75 @@ def participants(arrivals: Mapping[int, Arrival]) -> tuple[int, ...]:
     if Arrival.EVALUATING not in arrivals.values():
         return tuple(arrivals)
     return tuple(m for m, arrival in arrivals.items() if arrival is not Arrival.NEWCOMER)
+
+
+class Meetings:
+    """A worker's meetings with others; of its processes the leader goes, and tells what came of it.
+
+    Args:
+        link: to the supervisor and the store.
+        worker: own id.
+        team: the worker's processes.
+
+    Attributes:
+        generation: number of the generation that this worker has met the others for last.
+        number: of the last meeting for that.
+    """
+
+    def __init__(self, link: Link, *, worker: int, team: Team) -> None:
+        self._link = link
+        self._worker = worker
+        self._team = team
+        self.generation = self.number = 0
+
+    def come(self, generation: Generation, *, arrival: Arrival) -> tuple[int, ...]:
+        """Wait for the other members; return who takes part, this worker among them.
+
+        Raises:
+            Superseded: there is a newer generation.
+            CommunicationError: the store is gone.
+        """
+        if self.generation != generation.number:
+            self.generation, self.number = generation.number, 0
+        told = self._team.told(lambda: self._await_others(generation, arrival=arrival))
+        self.number = told["number"]
+        if told["is_superseded"]:
+            raise Superseded
+        if told["why"]:
+            raise CommunicationError(told["why"])
+        return tuple(told["taking_part"])
+
+    def _await_others(self, generation: Generation, *, arrival: Arrival) -> dict[str, Any]:
+        """Return who takes part, or why it is not known, as JSON."""
+        taking_part, is_superseded, why = (), False, ""
+        try:
+            taking_part = self._taking_part(generation, arrival=arrival)
+        except Superseded:
+            is_superseded = True
+        except CommunicationError as error:
+            why = str(error)
+        return {
+            "number": self.number,
+            "taking_part": taking_part,
+            "is_superseded": is_superseded,
+            "why": why,
+        }
+
+    def _taking_part(self, generation: Generation, *, arrival: Arrival) -> tuple[int, ...]:
+        if generation.members == (self._worker,):
+            return generation.members
+        taking_part: tuple[int, ...] = ()
+        while self._worker not in taking_part:
+            self.number += 1
+            taking_part = participants(
+                meet(
+                    self._link.store,
+                    generation=generation.number,
+                    number=self.number,
+                    worker=self._worker,
+                    members=generation.members,
+                    arrival=arrival,
+                    is_superseded=lambda: self._link.history.newest.number > generation.number,
+                )
+            )
+        return taking_part

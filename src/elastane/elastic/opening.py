@@ -1,4 +1,4 @@
-"""Opening torch's default process group such that nobody can be caught in it.
+"""Opening process groups such that nobody can be caught in them: the default one, or beside it.
 
 Knows torch's registry of backends; nothing of generations or members.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from elastane.batching import World
 from elastane.elastic.sockets import can_break
 from elastane.peers import Breaker
 
-__all__ = ["open_group"]
+__all__ = ["open_beside", "open_group"]
 
 _TIME_LIMIT = timedelta(minutes=30)
 _TIME_LIMIT_UNBREAKABLE = timedelta(minutes=2)
@@ -52,6 +53,31 @@ def open_group(
             _hand_over(_refuse)
     group = dist.group.WORLD
     assert group is not None
+    return group
+
+
+def open_beside(
+    store: Callable[[], Store], *, world: World, device: torch.device, breaker: Breaker
+) -> dist.ProcessGroup:
+    """Open a group that torch's registry does not know, so that the default group may stay.
+
+    Args:
+        store: gives a client whose keys no other group has had.
+        world: this process's place in the group.
+        device: the model's.
+        breaker: ends the wait for the others.
+
+    Raises:
+        CommunicationError: it could not be opened, or was given up.
+    """
+    group: Any
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        group = breaker.call(
+            lambda: dist.ProcessGroupNCCL(store(), world.rank, world.world_size, options)
+        )
+    else:
+        _, group = breaker.call(lambda: _connect(store(), world=world))
     return group
 
 

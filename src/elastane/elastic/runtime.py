@@ -18,6 +18,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -30,13 +31,15 @@ from elastane.elastic.entry import enter_group
 from elastane.elastic.handover import parts_of
 from elastane.elastic.held import HeldGroup
 from elastane.elastic.link import Link
-from elastane.elastic.meeting import Arrival, Superseded, meet, participants
+from elastane.elastic.meeting import Arrival, Meetings, Superseded
 from elastane.elastic.signals import on_sigterm
 from elastane.elastic.standing import TORN, Entry, TornError
+from elastane.elastic.team import Team
 from elastane.errors import CommunicationError, UsageError
 from elastane.group import Trainee, Wrapping
 from elastane.peers import Peers
 from elastane.protocol import Beat, Broken, Done, Entered, Generation, Leaving, Ready
+from elastane.replicated import ReplicatedWrapping
 from elastane.sharded_wrapping import ShardedWrapping
 
 __all__ = ["ElasticMembership", "WorkerLeft"]
@@ -67,25 +70,35 @@ class ElasticMembership:
     Args:
         wrapping: of the model.
         launch: what the launcher said of this worker.
+        team: the worker's processes, if there are several. They all run this state machine; what
+            comes from the supervisor or the meeting, the leader tells the others.
     """
 
-    def __init__(self, wrapping: Wrapping | ShardedWrapping, *, launch: ElasticLaunch) -> None:
-        self._group = HeldGroup(wrapping)
+    def __init__(
+        self,
+        wrapping: Wrapping | ShardedWrapping | ReplicatedWrapping,
+        *,
+        launch: ElasticLaunch,
+        team: Team | None = None,
+    ) -> None:
+        self._team = team or Team()
+        self._group = HeldGroup(wrapping, keeps_default=self._team.size > 1)
         self._launch = launch
         self._link = Link(launch, beat=self._beat, on_change=self._break_if_broken)
+        self._meetings = Meetings(self._link, worker=launch.worker, team=self._team)
         self._trainee: Trainee | None = None
         self._members: tuple[int, ...] = ()
         self._since = 0  # generation that the group was opened for
         self._is_over = False
         self._tried = 0
-        self._met = (0, 0)  # generation, meetings in it so far
         self._turns = self._arrived = 0
         self._outcome: Any = None
         self._is_current = self._is_torn = self._is_entering = False
         self._switch_agreed = self._leave_asked = self._leave_told = False
         self._doing, self._paused = "train", ""
         self.warming = True
-        self.world = World(rank=0, world_size=launch.expected_workers, generation=0)
+        size = self._team.size * launch.expected_workers
+        self.world = World(rank=self._team.index, world_size=size, generation=0)
 
     @property
     def peers(self) -> Peers | None:
@@ -95,19 +108,22 @@ class ElasticMembership:
     @property
     def final_at_once(self) -> bool:
         """Whether a step that this worker has committed can't be void later: it is alone."""
-        return self.world.world_size == 1
+        return self.world.world_size == self._team.size
 
     @contextmanager
     def joined(self, trainee: Trainee) -> Iterator[None]:
         """Be in touch with the supervisor for the length of a block; `rehearsed` takes part."""
-        if dist.is_initialized():
+        if dist.is_initialized() and self._team.size == 1:
             raise UsageError(
                 "a process group is open already: under `elastane run` the session opens it, and "
                 "opens it anew when the workers change; leave init_process_group out"
             )
         self._trainee = trainee
         with ExitStack() as stack:
+            stack.enter_context(self._team.assembled())
             stack.callback(self._forget)
+            if self._team.size > 1:
+                self._group.wrapping.use(None)
             stack.enter_context(on_sigterm(self._ask_to_leave))
             stack.enter_context(self._link.connected())
             yield
@@ -121,6 +137,7 @@ class ElasticMembership:
             self._group.wrapping.rehearse()
         # What went before does not concern this worker.
         self._tried = self._link.history.newest.number
+        self._team.agree(True)
         gc.freeze()  # an automatic collection would fall into somebody's pause, too
         self._link.tell(Ready(worker=self._launch.worker))
         self._regroup(evaluating=False)
@@ -167,7 +184,7 @@ class ElasticMembership:
         while True:
             begun, self._doing = self._turns, "evaluate"
             try:
-                outcome = work()
+                outcome = self._team.together(work)
             except CommunicationError:
                 pass
             else:
@@ -234,10 +251,10 @@ class ElasticMembership:
             planned = self._holds_shard
             try:
                 is_whole = self._enter(generation, evaluating=evaluating)
-            except (CommunicationError, Superseded) as error:
+            except CommunicationError as error:
                 self._is_torn = self._is_torn or isinstance(error, TornError)
                 why = str(error)
-                if isinstance(error, CommunicationError) or self._is_broken():
+                if not isinstance(error, Superseded) or self._is_broken():
                     self._end_if_a_shard_is_lost()
             else:
                 self._switch_agreed = not is_whole
@@ -249,7 +266,15 @@ class ElasticMembership:
                 self._complain(why)
 
     def _next_generation(self, *, planned: bool, evaluating: bool) -> Generation:
-        """Wait for a generation to enter; leave the process if this worker is dismissed."""
+        """Return the next generation to enter; leave the process if this worker is dismissed."""
+        told = self._team.told(lambda: self._await(planned=planned, evaluating=evaluating))
+        self._is_current = told["is_current"]
+        if "code" in told:
+            self._leave(save=told["save"], code=told["code"])
+        return Generation.from_mapping(told["generation"])
+
+    def _await(self, *, planned: bool, evaluating: bool) -> dict[str, Any]:
+        """Wait for a generation to enter, or a reason to leave the process; return it as JSON."""
         worker = self._launch.worker
         expects_one = self._is_current and not self._holds_shard  # its group may be whole
         while True:
@@ -257,28 +282,35 @@ class ElasticMembership:
             if generation is None:
                 if self._link.orphaned:
                     warnings.warn(_ORPHANED, stacklevel=2)
-                    self._leave(save=self._is_current, code=EXIT_ORPHANED)
+                    return self._way_out(save=self._is_current, code=EXIT_ORPHANED)
                 if expects_one:
                     self._complain("the group broke, or all agreed to leave it")
             elif worker in self._link.history.dismissed:
-                nobody_stays = not generation.members
-                may_save = self.world.rank == 0 if planned else self._is_current
-                if self._holds_shard:
-                    may_save = True  # all of them put the whole together
-                    if not nobody_stays:
-                        self._parts(generation.members)
-                self._leave(save=nobody_stays and may_save)
+                return self._dismissed(generation, planned=planned)
             elif worker not in generation.members:
                 self._end_if_a_shard_is_lost()
                 if evaluating:
                     warnings.warn(_LEFT_BEHIND, stacklevel=2)
-                    self._leave(save=False, code=EXIT_LEFT_BEHIND)
+                    return self._way_out(save=False, code=EXIT_LEFT_BEHIND)
                 self._tried, self._is_current, expects_one = generation.number, False, False
                 self._link.tell(Ready(worker=worker))
             elif generation.go:
-                return generation
+                return {"is_current": self._is_current, "generation": asdict(generation)}
             else:
                 self._tried, expects_one = generation.number, False
+
+    def _dismissed(self, generation: Generation, *, planned: bool) -> dict[str, Any]:
+        """Return how to leave the process; hand this worker's shard over before, if it has one."""
+        nobody_stays = not generation.members
+        if self._holds_shard:
+            if not nobody_stays:
+                self._parts(generation.members)
+            return self._way_out(save=nobody_stays)  # all of them put the whole together
+        may_save = self.world.rank == 0 if planned else self._is_current
+        return self._way_out(save=nobody_stays and may_save)
+
+    def _way_out(self, *, save: bool, code: int = 0) -> dict[str, Any]:
+        return {"is_current": self._is_current, "save": save, "code": code}
 
     def _complain(self, why: str) -> None:
         number = max(self._tried, self.world.generation)
@@ -286,19 +318,17 @@ class ElasticMembership:
 
     def _enter(self, generation: Generation, *, evaluating: bool) -> bool:
         """Enter a generation; return whether all its members take part, newcomers too."""
-        if self._met[0] != generation.number:
-            self._met = (generation.number, 0)
         if self._holds_shard:
             taking_part, parts = self._part(generation)
         else:
             self._open_for(generation)
             taking_part, parts = self._meet(generation, evaluating=evaluating), {}
-        if self._is_broken():
+        if not self._team.agree(not self._is_broken()):
             raise Superseded
         worker, trainee = self._launch.worker, self._held()
         world = World(
-            rank=taking_part.index(worker),
-            world_size=len(taking_part),
+            rank=self._team.size * taking_part.index(worker) + self._team.index,
+            world_size=self._team.size * len(taking_part),
             generation=generation.number,
         )
         with self._link.lending() as lend:
@@ -311,7 +341,7 @@ class ElasticMembership:
                 )
                 if not self._is_torn
                 else TORN,
-                prefix=f"{protocol.group_prefix(generation.number)}/{self._met[1]}",
+                prefix=f"{protocol.group_prefix(generation.number)}/{self._meetings.number}",
                 world=world,
                 store=lend,
                 wrapping=self._group.wrapping,
@@ -319,6 +349,7 @@ class ElasticMembership:
                 sockets=self._group.sockets,
                 breaker=self._group.breaker,
                 pause=self.pause,
+                team=self._team,
             )
         self.world = world
         self._turns = self._arrived = entry.turns
@@ -356,6 +387,9 @@ class ElasticMembership:
         return taking_part, parts
 
     def _parts(self, members: Sequence[int]) -> Mapping[int, Any]:
+        wrapping = self._group.wrapping
+        assert isinstance(wrapping, ShardedWrapping)
+        wrapping.reshard()
         with self.pause("cutting the state anew"):
             return parts_of(
                 self._held(),
@@ -363,13 +397,18 @@ class ElasticMembership:
                 members=members,
                 worker=self._launch.worker,
                 peers=self.peers,
-                on_host=self._group.wrapping.device.type == "cpu",
+                on_host=wrapping.device.type == "cpu",
             )
 
     @property
     def _holds_shard(self) -> bool:
         """Whether a part of the job's state is on this worker alone."""
         return self._is_current and self._group.wrapping.in_shards
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process writes a checkpoint on leaving; others give their parts to it."""
+        return self._team.is_leader and not (self._holds_shard and self.world.rank > 0)
 
     def _end_if_a_shard_is_lost(self) -> None:
         """End this process where no group can hold that lacks a member of the last one."""
@@ -382,26 +421,10 @@ class ElasticMembership:
 
     def _meet(self, generation: Generation, *, evaluating: bool) -> tuple[int, ...]:
         """Wait for the other members; return who takes part, this worker among them."""
-        if generation.members == (self._launch.worker,):
-            return generation.members
         arrival = Arrival.NEWCOMER
         if self._is_current:
             arrival = Arrival.EVALUATING if evaluating else Arrival.CURRENT
-        taking_part: tuple[int, ...] = ()
-        while self._launch.worker not in taking_part:
-            self._met = (generation.number, self._met[1] + 1)
-            taking_part = participants(
-                meet(
-                    self._link.store,
-                    generation=generation.number,
-                    number=self._met[1],
-                    worker=self._launch.worker,
-                    members=generation.members,
-                    arrival=arrival,
-                    is_superseded=lambda: self._link.history.newest.number > generation.number,
-                )
-            )
-        return taking_part
+        return self._meetings.come(generation, arrival=arrival)
 
     def _is_broken(self) -> bool:
         """Return whether the group can't hold any longer.
@@ -421,7 +444,7 @@ class ElasticMembership:
     def _leave(self, *, save: bool, code: int = 0) -> NoReturn:
         if save:
             try:
-                self._held().save()
+                self._held().save(writes=self._writes)
             except OSError as error:
                 warnings.warn(f"no checkpoint was written on leaving: {error}", stacklevel=2)
         self._held().left()
@@ -444,7 +467,7 @@ class ElasticMembership:
         return Beat(
             count=count,
             generation=self.world.generation if self._members else 0,
-            met=self._met[0],
+            met=self._meetings.generation,
             step=trainee.step if trainee else 0,
             arrived=self._arrived,
             doing=self._doing,

@@ -23,7 +23,7 @@ class Entry:
         outcome: of the last turn that was no step.
         is_current: whether its state is the job's; not that of a process that has just started,
             or was left behind.
-        source: rank whose state was the most advanced.
+        source: number of the member whose state was the most advanced.
         parts: where each member has a part of the state only: what it, and each of those that
             take their state from it, is to have, by rank. All of them were cut from the group
             before, so that nobody's state is another's.
@@ -53,14 +53,14 @@ class Standing:
 
 
 def sources(standings: Sequence[Standing]) -> list[int]:
-    """Return for each rank whose state it takes: its own, or one of the most advanced.
+    """Return for each member whose state it takes: its own, or one of the most advanced.
 
     The most advanced are the current members with most turns, or if none is current the lowest
-    of the ranks with most turns alone: then only one state can be the job's. Whoever needs a
+    of those with most turns alone: then only one state can be the job's. Whoever needs a
     state takes one of the most advanced in turn, so that no one has to serve all.
 
     Args:
-        standings: of each rank.
+        standings: of each member, in the order of their ranks.
 
     Example:
         >>> ahead, behind = (Standing(is_current=True, turns=t) for t in (7, 6))

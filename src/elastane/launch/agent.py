@@ -24,7 +24,7 @@ from elastane import _env
 from elastane.launch.addresses import interface_to
 from elastane.launch.console import Console
 from elastane.launch.folder import log_paths, read_agent, tail_of, write_agent
-from elastane.launch.link import LOST, master_key, parse_address
+from elastane.launch.link import LOST, Store, master_key, parse_address, serve
 from elastane.launch.rendezvous import AgentLine, Event, Orphaned, Reconnected, StoreRendezvous
 from elastane.launch.slots import Slots
 from elastane.protocol import Draining, EndAgent, EndWorker, Exited, StartWorker
@@ -46,6 +46,7 @@ class AgentJob:
         max_workers: how many workers there may be.
         heartbeat_limit_s: silence after which an agent counts as lost.
         orphan_limit_s: seconds without a launcher after which workers and agents end.
+        group_size: processes of a worker.
     """
 
     job: str
@@ -53,6 +54,7 @@ class AgentJob:
     max_workers: int
     heartbeat_limit_s: float = 3.0
     orphan_limit_s: float = 300.0
+    group_size: int = 1
 
 
 class SlotAgent(LocalElasticAgent):
@@ -79,6 +81,7 @@ class SlotAgent(LocalElasticAgent):
         self._console = console
         self._ending = False
         self._draining = False
+        self._meeting_places: dict[int, Store] = {}
         self.code = 1
         handler = StoreRendezvous(line, job=job.job, register=self._register)
         spec = WorkerSpec(
@@ -140,14 +143,15 @@ class SlotAgent(LocalElasticAgent):
     def _adopt(self) -> None:
         """Take over the workers that outlived an earlier launcher."""
         for slot, one in read_agent(Path(self._job.run_dir), self._line.agent).items():
-            worker = int(one["worker"])
-            if self._slots.adopt(int(slot), worker=worker, pid=one["pid"], born=one["born"]):
-                self._console.follow(worker, from_end=True)
+            worker, team = int(one["worker"]), [one, *one.get("followers", ())]
+            pids, born = [each["pid"] for each in team], [each["born"] for each in team]
+            if self._slots.adopt(int(slot), worker=worker, pids=pids, born=born):
+                self._console.follow(worker, from_end=True, group_size=len(team))
 
     def _report_ends(self) -> None:
         ended = self._slots.wait(_WAIT_S)
         for one in ended:  # all are told of before anything else is done
-            message = self._last_words(one.worker) if one.code else ""
+            message = self._last_words(one.worker, index=one.index) if one.code else ""
             known = one.code is not None
             self._line.push(
                 Exited(
@@ -181,14 +185,14 @@ class SlotAgent(LocalElasticAgent):
         try:
             if order.slot in self._slots.workers:
                 raise OSError(f"slot {order.slot} is taken")
-            environment = self._environment(order)
-            self._slots.start(order.slot, worker=order.worker, environment=environment)
+            environments = self._environments(order)
+            self._slots.start(order.slot, worker=order.worker, environments=environments)
         except LOST as error:
             message = f"could not be started: {error}"
             agent, worker = self._line.agent, order.worker
             self._line.push(Exited(agent=agent, worker=worker, code=127, message=message))
         else:
-            self._console.follow(order.worker)
+            self._console.follow(order.worker, group_size=self._job.group_size)
             self._record()
 
     def _end(self, *, code: int, grace_s: float) -> None:
@@ -200,16 +204,35 @@ class SlotAgent(LocalElasticAgent):
     def _record(self) -> None:
         live = {
             str(slot): {"worker": one.worker, "pid": one.pid, "born": one.born}
+            | {"followers": [{"pid": each.pid, "born": each.born} for each in one.followers]}
             for slot, one in self._slots.workers.items()
         }
         write_agent(Path(self._job.run_dir), self._line.agent, live)
 
-    def _last_words(self, worker: int) -> str:
-        path = log_paths(Path(self._job.run_dir), worker)[1]
+    def _last_words(self, worker: int, *, index: int) -> str:
+        path = log_paths(Path(self._job.run_dir), worker, index=index)[1]
         words = tail_of(path)
         return f"{path}:\n{words}" if words else f"{path} is empty"
 
-    def _environment(self, order: StartWorker) -> Mapping[str, str]:
+    def _environments(self, order: StartWorker) -> list[Mapping[str, str]]:
+        """Return what each process of a worker finds in its environment.
+
+        The processes of a team are a torch job of their own, which meets at a store of its own.
+        """
+        one, size = self._environment(order), self._job.group_size
+        if size == 1:
+            return [one]
+        self._meeting_places[order.slot] = place = serve(0)
+        port, num_local = str(place.port), size * int(one["LOCAL_WORLD_SIZE"])
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
+        common |= {"ELASTANE_GROUP_SIZE": str(size), "LOCAL_WORLD_SIZE": str(num_local)}
+        own = (
+            {"ELASTANE_GROUP_INDEX": index, "RANK": index, "LOCAL_RANK": size * order.slot + index}
+            for index in range(size)
+        )
+        return [one | common | {name: str(v) for name, v in each.items()} for each in own]
+
+    def _environment(self, order: StartWorker) -> dict[str, str]:
         """Return what a worker finds in its environment: ours, and torchrun's variables."""
         host, _ = parse_address(self._line.address)
         port = self._line.store.get(master_key(order.attempt)).decode()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self, TextIO
 
-from elastane.launch.folder import log_paths
+from elastane.launch.folder import log_paths, name_of
 
 __all__ = ["Console"]
 
@@ -25,6 +25,7 @@ class _Log:
     worker: int | None
     path: Path
     is_error: bool
+    name: str = ""
     file: BinaryIO | None = None
     rest: bytes = b""
     ended: bool = False
@@ -67,12 +68,17 @@ class Console:
         with self._lock:
             _write(self._err, "".join(f"[elastane] {line}\n" for line in text.splitlines()))
 
-    def follow(self, worker: int, *, from_end: bool = False) -> None:
-        """Show a worker's logs from now on."""
-        out, err = log_paths(self._run_dir, worker)
-        with self._lock:
-            self._logs.append(_Log(worker=worker, path=out, is_error=False, skip=from_end))
-            self._logs.append(_Log(worker=worker, path=err, is_error=True, skip=from_end))
+    def follow(self, worker: int, *, from_end: bool = False, group_size: int = 1) -> None:
+        """Show a worker's logs from now on, those of each of its processes."""
+        for index in range(group_size):
+            name = name_of(worker, index=index)
+            paths = log_paths(self._run_dir, worker, index=index)
+            logs = [
+                _Log(worker=worker, name=name, path=path, is_error=is_error, skip=from_end)
+                for path, is_error in zip(paths, (False, True), strict=True)
+            ]
+            with self._lock:
+                self._logs += logs
 
     def follow_file(self, path: Path) -> None:
         """Show what is added to a file from now on; its lines say themselves whose they are."""
@@ -105,7 +111,7 @@ class Console:
             lines, log.rest = [*lines, *([log.rest] if log.rest else [])], b""
             if log.file is not None:
                 log.file.close()
-        prefix = "" if log.worker is None else f"[worker {log.worker}] "
+        prefix = f"[worker {log.name}] " if log.name else ""
         text = "".join(f"{prefix}{line.decode(errors='replace')}\n" for line in lines)
         _write(self._err if log.is_error else self._out, text)
 

@@ -25,6 +25,7 @@ __all__ = [
     "lock_agent",
     "lock_run",
     "log_paths",
+    "name_of",
     "newest_generation",
     "read_agent",
     "read_launcher",
@@ -157,10 +158,20 @@ def lock_agent(run_dir: Path, *, host: str, agent: str | None = None) -> Iterato
         os.close(lock)
 
 
-def log_paths(run_dir: Path, worker: int) -> tuple[Path, Path]:
-    """Return where a worker's standard output and standard error go."""
-    stem = run_dir / "logs" / f"worker-{worker}"
-    return stem.with_suffix(".out"), stem.with_suffix(".err")
+def name_of(worker: int, *, index: int = 0) -> str:
+    """Return what a worker's process is called in logs: its id, with its number if not the first.
+
+    Example:
+        >>> name_of(3), name_of(3, index=1)
+        ('3', '3.1')
+    """
+    return f"{worker}.{index}" if index else str(worker)
+
+
+def log_paths(run_dir: Path, worker: int, *, index: int = 0) -> tuple[Path, Path]:
+    """Return where standard output and standard error of a worker's process go."""
+    stem = f"worker-{name_of(worker, index=index)}"
+    return run_dir / "logs" / f"{stem}.out", run_dir / "logs" / f"{stem}.err"
 
 
 def tail_of(path: Path, *, lines: int = 20) -> str:

@@ -134,11 +134,16 @@ def join_job(address: str, options: RunOptions) -> int:
     """Give a job that runs elsewhere the workers of this machine; return the exit code.
 
     Raises:
-        ArgumentError: the address is none, or the agent of this id lives.
+        ArgumentError: the address is none, the agent of this id lives, or the job has workers of
+            another size.
         OSError: nobody listens there.
     """
     parse_address(address)
     job = AgentJob(**json.loads(connect(address).get(JOB_KEY)))
+    if options.group_size not in (None, job.group_size):
+        rule = f"the workers of job {job.job} have {job.group_size} processes on all machines"
+        way_out = "Leave it out on a machine that joins."
+        raise ArgumentError(describe("group_size", options.group_size, rule=rule, way_out=way_out))
     Path(job.run_dir).mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         console = stack.enter_context(Console(Path(job.run_dir)))
@@ -232,6 +237,7 @@ def _agent_job(options: RunOptions, *, job: str, run_dir: Path) -> AgentJob:
         max_workers=options.rules.max_workers,
         heartbeat_limit_s=options.rules.heartbeat_limit_s,
         orphan_limit_s=options.orphan_limit_s,
+        group_size=options.group_size or 1,
     )
 
 

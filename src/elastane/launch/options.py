@@ -51,6 +51,7 @@ class RunOptions:
         port: of the store, 0 for a free one.
         advertise: address under which other machines reach this one, `None` for what is needed.
         orphan_limit_s: seconds without a launcher after which workers end.
+        group_size: processes of a worker, `None` for 1, or on a machine that joins the launcher's.
         hosts: the machines that the launcher starts agents on.
         agent: id of the agent, `None` for one after its machine.
         lifeline: whether the agent was started by a launcher, which holds its standard input.
@@ -67,6 +68,7 @@ class RunOptions:
     port: int = 0
     advertise: str | None = None
     orphan_limit_s: float = 300.0
+    group_size: int | None = None
     hosts: HostsOptions | None = None
     agent: str | None = None
     lifeline: bool = False

@@ -5,6 +5,7 @@ Knows processes, process groups and log files; nothing of stores or generations.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import select
@@ -13,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,16 +35,24 @@ _UNWATCHED_POLL_S = 0.005  # where the system has no pidfd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A worker that ended, in which slot, and its exit code, if that could be known."""
+    """A worker that ended.
+
+    Attributes:
+        worker: its id.
+        slot: where it was.
+        code: exit code, if that could be known.
+        index: number of its process that ended so.
+    """
 
     worker: int
     slot: int
     code: int | None
+    index: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """A worker's process.
+    """A worker's process; of several the first one, its leader, which has the others.
 
     Attributes:
         worker: its id.
@@ -52,6 +61,8 @@ class Process:
         context: that started it, or `None` for one that outlived its launcher.
         handle: its pidfd, or -1.
         kill_at: when its group is killed, if it was asked to end.
+        index: its number among the worker's processes.
+        followers: the worker's other processes; they live and die together.
     """
 
     worker: int
@@ -60,6 +71,13 @@ class Process:
     context: SubprocessContext | None = None
     handle: int = -1
     kill_at: float | None = None
+    index: int = 0
+    followers: tuple[Process, ...] = ()
+
+    @property
+    def team(self) -> tuple[Process, ...]:
+        """All processes of the worker."""
+        return (self, *self.followers)
 
 
 class Slots:
@@ -96,19 +114,37 @@ class Slots:
         """The live workers by slot."""
         return dict(self._processes)
 
-    def start(self, slot: int, *, worker: int, environment: Mapping[str, str]) -> Process:
-        """Start a worker in a free slot."""
-        context = self._starter.submit(self._launch, worker, dict(environment)).result()
-        process = _watch(worker, context.pids()[0], context=context)
-        self._processes[slot] = process
+    def start(
+        self, slot: int, *, worker: int, environments: Sequence[Mapping[str, str]]
+    ) -> Process:
+        """Start a worker in a free slot.
+
+        Args:
+            slot: the slot.
+            worker: its id.
+            environments: variables to set for each of its processes.
+        """
+        context = self._starter.submit(self._launch, worker, environments).result()
+        pids = [context.pids()[index] for index in range(len(environments))]
+        process = self._processes[slot] = _watch(worker, pids, context=context)
         return process
 
-    def adopt(self, slot: int, *, worker: int, pid: int, born: str) -> bool:
-        """Watch a worker of an earlier launcher and return whether it still lives."""
-        if not born or born_of(pid) != born:
-            return False
-        self._processes[slot] = _watch(worker, pid, context=None)
-        return True
+    def adopt(self, slot: int, *, worker: int, pids: Sequence[int], born: Sequence[str]) -> bool:
+        """Watch a worker of an earlier launcher; return whether it still lives.
+
+        Args:
+            slot: where it is.
+            worker: its id.
+            pids: of its processes. If one is gone the others are killed.
+            born: when each of them began.
+        """
+        alive = [bool(b) and born_of(pid) == b for pid, b in zip(pids, born, strict=True)]
+        if all(alive):
+            self._processes[slot] = _watch(worker, pids, context=None)
+            return True
+        for pid in itertools.compress(pids, alive):
+            _kill_group(pid)
+        return False
 
     def end(self, worker: int, *, grace_s: float) -> None:
         """Ask a worker to end, and kill its process group after a grace; 0 kills at once."""
@@ -125,17 +161,23 @@ class Slots:
         They are still to be buried: their process groups may live.
         """
         self._kill_due()
-        handles = [p.handle for p in self._processes.values() if p.handle >= 0]
-        blind = len(handles) < len(self._processes)
-        limit_s = min(timeout_s, _UNWATCHED_POLL_S) if blind else timeout_s
-        readable, _, _ = select.select([self._waker, *handles], [], [], limit_s)
-        if self._waker in readable:
-            os.read(self._waker, 4096)
-        ends = [(slot, process, _exit(process)) for slot, process in self._processes.items()]
+        if not self._ended():
+            everyone = [one for process in self._processes.values() for one in process.team]
+            alive = [one.handle for one in everyone if _exit(one) is None]
+            handles = [handle for handle in alive if handle >= 0]
+            blind = len(handles) < len(alive)
+            limit_s = min(timeout_s, _UNWATCHED_POLL_S) if blind else timeout_s
+            readable, _, _ = select.select([self._waker, *handles], [], [], limit_s)
+            if self._waker in readable:
+                os.read(self._waker, 4096)
+        return self._ended()
+
+    def _ended(self) -> list[Ended]:
+        """Return the workers of which a process failed, or all processes ended."""
+        ends = [(slot, one, _end_of(one)) for slot, one in self._processes.items()]
         return [
-            Ended(worker=process.worker, slot=slot, code=end.code)
-            for slot, process, end in ends
-            if end is not None
+            Ended(worker=process.worker, slot=slot, code=code, index=index)
+            for slot, process, (code, index) in ((a, b, end) for a, b, end in ends if end)
         ]
 
     def wake(self) -> None:
@@ -147,29 +189,33 @@ class Slots:
         """Kill what is left of an ended worker's process group, and free its slot."""
         process = self._processes.pop(slot)
         if process.context is not None:
-            # Its leader is not waited for yet, so the group's number can't be another's.
-            process.context.subprocess_handlers[0].close(signal.SIGKILL)
-            process.context.subprocess_handlers[0].proc.wait()
+            # Their leaders are not waited for yet, so the groups' numbers can't be another's.
+            for handler in process.context.subprocess_handlers.values():
+                handler.close(signal.SIGKILL)
+                handler.proc.wait()
             process.context.close()
-        else:
-            _kill_group(process.pid)
-        if process.handle >= 0:
-            os.close(process.handle)
+        for one in process.team:
+            if process.context is None:
+                _kill_group(one.pid)
+            if one.handle >= 0:
+                os.close(one.handle)
 
     def kill_all(self) -> None:
         """Kill every process group and wait for its leader."""
         for slot, process in list(self._processes.items()):
-            _kill_group(process.pid)
-            while process.context is None and _exit(process) is None:
+            for one in process.team:
+                _kill_group(one.pid)
+            while process.context is None and _end_of(process) is None:
                 time.sleep(_UNWATCHED_POLL_S)
             self.bury(slot)
 
-    def _launch(self, worker: int, environment: dict[str, str]) -> SubprocessContext:
+    def _launch(self, worker: int, environments: Sequence[Mapping[str, str]]) -> SubprocessContext:
+        numbers = range(len(environments))
         context = start_processes(
             name="worker",
             entrypoint=self._command[0],
-            args={0: self._command[1:]},
-            envs={0: environment},
+            args=dict.fromkeys(numbers, self._command[1:]),
+            envs={number: dict(environments[number]) for number in numbers},
             logs_specs=_WorkerLogs(self._run_dir, worker),
         )
         assert isinstance(context, SubprocessContext)
@@ -178,29 +224,35 @@ class Slots:
     def _kill_due(self) -> None:
         for process in self._processes.values():
             if process.kill_at is not None and time.monotonic() >= process.kill_at:
-                _kill_group(process.pid)
+                for one in process.team:
+                    _kill_group(one.pid)
 
 
 class _WorkerLogs(LogsSpecs):
     """Sends a worker's output to the run folder: files outlive a launcher, pipes do not."""
 
     def __init__(self, run_dir: Path, worker: int) -> None:
-        self._out, self._err = log_paths(run_dir, worker)
-        super().__init__(log_dir=str(self._out.parent))
+        self._run_dir = run_dir
+        self._worker = worker
+        super().__init__(log_dir=self.root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the files of the only process."""
-        self._out.parent.mkdir(parents=True, exist_ok=True)
-        error_file = str(self._err.with_suffix(".json"))
-        envs[0]["TORCHELASTIC_ERROR_FILE"] = error_file
+        """Return the files of each process."""
+        Path(self.root_log_dir).mkdir(parents=True, exist_ok=True)
+        paths = {index: log_paths(self._run_dir, self._worker, index=index) for index in envs}
+        errors = {index: f"{err.parent / err.stem}.json" for index, (_, err) in paths.items()}
+        for index, environment in envs.items():
+            environment["TORCHELASTIC_ERROR_FILE"] = errors[index]
         return LogsDest(
-            stdouts={0: str(self._out)}, stderrs={0: str(self._err)}, error_files={0: error_file}
+            stdouts={index: str(out) for index, (out, _) in paths.items()},
+            stderrs={index: str(err) for index, (_, err) in paths.items()},
+            error_files=errors,
         )
 
     @property
     def root_log_dir(self) -> str:
         """The folder of all logs."""
-        return str(self._out.parent)
+        return str(log_paths(self._run_dir, self._worker)[0].parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +260,27 @@ class _Exit:
     code: int | None
 
 
-def _watch(worker: int, pid: int, *, context: Any) -> Process:
-    handle = -1
-    with suppress(OSError):  # an old kernel, or a process that is gone already
-        handle = os.pidfd_open(pid)
-    return Process(worker=worker, pid=pid, born=born_of(pid), context=context, handle=handle)
+def _watch(worker: int, pids: Sequence[int], *, context: Any) -> Process:
+    team: list[Process] = []
+    for index, pid in enumerate(pids):
+        handle = -1
+        with suppress(OSError):  # an old kernel, or a process that is gone already
+            handle = os.pidfd_open(pid)
+        known: dict[str, Any] = {"born": born_of(pid), "context": context, "handle": handle}
+        team.append(Process(worker=worker, pid=pid, index=index, **known))
+    return replace(team[0], followers=tuple(team[1:]))
+
+
+def _end_of(process: Process) -> tuple[int | None, int] | None:
+    """Return code and number of the process that ended a worker, or `None` while it goes on.
+
+    One that failed ends it; else it ends with the last one, since the others may have work left.
+    """
+    ends = [(end, one.index) for one in process.team if (end := _exit(one)) is not None]
+    failed = [(end.code, index) for end, index in ends if end.code]
+    if failed:
+        return failed[0]
+    return (ends[0][0].code, 0) if len(ends) == len(process.team) else None
 
 
 def _exit(process: Process) -> _Exit | None:
