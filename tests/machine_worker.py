@@ -21,9 +21,9 @@ def main() -> None:
     recorder = Recorder(folder, launch)
     model = build_model(options, worker=launch.worker)
     dataset = Digits(options.num_samples)
-    session, optimizer = build_session(options, model=model, dataset=dataset)
+    session, optimizer, average = build_session(options, model=model, dataset=dataset)
     with session:
-        train(session, optimizer, options=options, recorder=recorder, dataset=dataset)
+        train(session, optimizer, average, options=options, recorder=recorder, dataset=dataset)
         recorder.write(
             "end", correct=0, digest=digest(session, optimizer), position=session.position
         )
