@@ -252,6 +252,16 @@ def test_a_line_that_was_cut_off_is_dropped_and_the_next_one_is_whole(tmp_path):
     assert names == ["a", "c"]
 
 
+def test_a_run_whose_files_are_gone_is_made_again(tmp_path):
+    ledger = ledger_of(tmp_path)
+    (tmp_path / "kept").touch()
+    for name in ("kept", "gone"):
+        ledger.add(Entry(name=name, group="g", record={"files": [name]}))
+
+    resumed = ledger_of(tmp_path, resume=True)
+    assert [entry.name for entry in resumed.entries] == ["kept"]
+
+
 @pytest.mark.processes
 def test_runs_that_fail_or_die_are_recorded_and_a_resume_runs_nothing_twice(tmp_path):
     file = tmp_path / "lines"
@@ -555,21 +565,26 @@ def test_peak_and_recovery_are_those_of_running_means():
     assert measure.recover_steps(before, [2.0] * 10) == 10
 
 
-def change_spec(ramp, *, before=1, after=4, **more):
+def change_spec(ramp, *, folder, before=1, after=4):
     change = {"before": before, "after": after, "when": "middle", "momentum": 0.9, "ramp": ramp}
-    return {"task": NAME, "quick": True, "seed": 0, "horizon": 12, **change, **more}
+    run = {"task": NAME, "quick": True, "seed": 0, "horizon": 12, "folder": str(folder)}
+    return run | change
 
 
 @pytest.fixture(scope="module")
-def began(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("states"))
-    spec = {"name": "state", "scale": 1, "points": {"middle": 0.5}, "folder": folder}
-    return start({**change_spec("immediate"), **spec}, {})
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ledger")
 
 
-def test_all_ramps_go_on_from_one_state(began):
+@pytest.fixture(scope="module")
+def began(folder):
+    spec = {"name": "state", "scale": 1, "points": {"middle": 0.5}}
+    return start(change_spec("immediate", folder=folder) | spec, {})
+
+
+def test_all_ramps_go_on_from_one_state(began, folder):
     found = {
-        name: branch(change_spec(name), {"start": began})
+        name: branch(change_spec(name, folder=folder), {"start": began})
         for name in ("unchanged", "immediate", "T=8", "velocity kept")
     }
 
@@ -579,8 +594,8 @@ def test_all_ramps_go_on_from_one_state(began):
     assert found["unchanged"]["after"][0] == found["T=8"]["after"][0]  # the ramp begins at the old
 
 
-def test_a_run_goes_on_to_its_end_and_is_evaluated(began):
-    found = finish(change_spec("T=8k"), {"start": began})
+def test_a_run_goes_on_to_its_end_and_is_evaluated(began, folder):
+    found = finish(change_spec("T=8k", folder=folder), {"start": began})
 
     assert 0.5 < found["metric"] <= 1
     assert not found["diverged"]
@@ -588,7 +603,7 @@ def test_a_run_goes_on_to_its_end_and_is_evaluated(began):
 
 def test_a_change_without_a_state_before_it_is_counted_as_that(tmp_path):
     nothing = {"points": {}, "untrained": 2.3}
-    assert branch(change_spec("T=8"), {"start": nothing}) == {"no_start": True}
+    assert branch(change_spec("T=8", folder=tmp_path), {"start": nothing}) == {"no_start": True}
 
     plan = grid.make_plan([NAME], folder=tmp_path, ratios=(4,), seeds=1, quick=False)
     ledger = ledger_of(tmp_path)
@@ -600,10 +615,12 @@ def test_a_change_without_a_state_before_it_is_counted_as_that(tmp_path):
     assert (row["k"], row["seeds"], row["no_start"], row["diverged"]) == (cell.k, 0, 1, 0)
 
 
-def test_the_variance_of_updates_jumps_with_an_immediate_change_and_not_with_a_matched_one(began):
+def test_the_variance_of_updates_jumps_with_an_immediate_change_and_not_with_a_matched_one(
+    began, folder
+):
     sizes = {"replicas": 6, "settle": 30, "horizon": 4, "after": 16}
     jump, matched = (
-        measure_noise(change_spec(ramp) | sizes, {"start": began})
+        measure_noise(change_spec(ramp, folder=folder) | sizes, {"start": began})
         for ramp in ("immediate", "noise-matched")
     )
 
@@ -618,9 +635,8 @@ def test_the_variance_of_updates_jumps_with_an_immediate_change_and_not_with_a_m
 def test_a_change_on_real_workers_does_to_the_loss_what_the_emulated_one_does(
     before, after, tmp_path
 ):
-    points = {"name": "state", "scale": before, "points": {"middle": 0.5}, "folder": str(tmp_path)}
-    spec = change_spec("T=8k", before=before, after=after)
-    began = start({**spec, **points}, {})
+    spec = change_spec("T=8k", folder=tmp_path, before=before, after=after)
+    began = start({**spec, "name": "state", "scale": before, "points": {"middle": 0.5}}, {})
 
     found = change_on_workers(spec, {"start": began})
 

@@ -77,8 +77,9 @@ def main(
     console = Console(stderr=True)
     tasks, missing = available(request.tasks or TASKS, console=console)
     ledger = open_ledger(request, benchmark=_NAME)
-    states = (folder / "states").resolve()
-    plan = make_plan(tasks, folder=states, ratios=scales, seeds=request.seeds, quick=quick)
+    plan = make_plan(
+        tasks, folder=folder.resolve(), ratios=scales, seeds=request.seeds, quick=quick
+    )
     real = [] if no_real_workers else plan.worker_runs
     with ending_on_sigterm():
         run_plan(plan.runs, request=request, ledger=ledger, module=_MODULE, console=console)

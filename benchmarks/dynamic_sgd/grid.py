@@ -117,7 +117,7 @@ def make_plan(
 
     Args:
         tasks: their names.
-        folder: where the states before the changes are kept.
+        folder: of the ledger, where the states before the changes are kept, too.
         ratios: instead of the grid's own.
         seeds: instead of the grid's own.
         quick: growth by 16 in the middle of each task's run, at once and with a ramp.
@@ -219,14 +219,18 @@ class _Maker:
             "scale": scale,
             "momentum": momentum,
             "points": points,
-            "folder": str(self._folder),
         }
         cost = max(points.values()) * self._recipe.num_steps
         group = f"{self._task} scale {scale} start"
         return Run(name=name, does="start", spec=spec, group=group, base_steps=cost)
 
     def _spec(self, seed: int) -> dict[str, Any]:
-        return {"task": self._task, "quick": self._quick, "seed": seed}
+        return {
+            "task": self._task,
+            "quick": self._quick,
+            "seed": seed,
+            "folder": str(self._folder),
+        }
 
 
 _REPLICAS, _SETTLE, _NOISE_HORIZON = 16, 40, 40

@@ -6,6 +6,7 @@ Knows a saved state and a ramp; the model that this is compared with is in `meas
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def _bench(spec: Mapping[str, Any], point: Mapping[str, Any], *, order: int) -> 
         measure=False,
     )
     bench = set_up(subject_of(spec["task"], quick=spec["quick"]), conditions)
-    states = torch.load(point["path"], weights_only=True)
+    states = torch.load(Path(spec["folder"], point["file"]), weights_only=True)
     bench.model.load_state_dict(states["model"])
     lr = bench.optimizer.param_groups[0]["lr"]
     bench.optimizer.load_state_dict(states["optimizer"])

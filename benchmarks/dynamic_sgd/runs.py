@@ -6,7 +6,6 @@ Knows the form of a spec; nothing of which runs there are, or of what is made of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks.dynamic_sgd.measure import WINDOW, peak_ratio, recover_steps
@@ -44,7 +43,12 @@ def start(spec: Spec, needs: Mapping[str, Spec]) -> dict[str, Any]:  # noqa: ARG
         ),
     )
     held_out = HeldOut(bench)
-    found: dict[str, Any] = {"untrained": held_out.loss(), "points": {}, "broke_off": False}
+    found: dict[str, Any] = {
+        "untrained": held_out.loss(),
+        "points": {},
+        "files": [],
+        "broke_off": False,
+    }
     left = sorted(spec["points"].items(), key=lambda point: point[1])
     losses: list[float] = []
     length = subject.recipe.num_steps
@@ -55,10 +59,11 @@ def start(spec: Spec, needs: Mapping[str, Spec]) -> dict[str, Any]:  # noqa: ARG
                 if result.progress >= part * length - WINDOW * spec["scale"]:
                     losses.append(held_out.loss())
                 if result.progress >= part * length:
-                    path = Path(spec["folder"]) / f"{spec['name']} {name}.pt"
-                    save_bench(bench, path)
+                    file = f"states/{spec['name']} {name}.pt"
+                    save_bench(bench, folder=spec["folder"], file=file)
+                    found["files"].append(file)
                     found["points"][name] = {
-                        "path": str(path),
+                        "file": file,
                         "part": result.progress / length,
                         "before": losses[-WINDOW:],
                     }

@@ -54,8 +54,9 @@ class HeldOut:
         return loss
 
 
-def save_bench(bench: Bench, path: Path) -> None:
-    """Save a bench between two steps."""
+def save_bench(bench: Bench, *, folder: str, file: str) -> None:
+    """Save a bench between two steps, in a file of a folder."""
+    path = Path(folder, file)
     path.parent.mkdir(parents=True, exist_ok=True)
     states = {
         "model": bench.model.state_dict(),
@@ -71,8 +72,8 @@ def load_bench(
     """Return a bench that goes on from a saved point with another batch.
 
     Args:
-        spec: task, form, seed, momentum, scale before and after, ramp.
-        point: file and part of the run.
+        spec: task, form, folder, seed, momentum, scale before and after, ramp.
+        point: file in the folder, and part of the run.
         held: whether the schedule stands still.
         scale: base batches of a worker's step, instead of those after the change.
     """
@@ -87,7 +88,7 @@ def load_bench(
         measure=False,
     )
     bench = set_up(subject_of(spec["task"], quick=spec["quick"]), conditions)
-    states = torch.load(point["path"], weights_only=True)
+    states = torch.load(Path(spec["folder"], point["file"]), weights_only=True)
     bench.model.load_state_dict(states["model"])
     bench.optimizer.load_state_dict(states["optimizer"])
     bench.session.load_state_dict(states["session"])

@@ -68,7 +68,8 @@ class Ledger:
     Attributes:
         folder: for it and for whatever else the runs write.
         settings: what all its runs have in common; those of another ledger are refused.
-        resume: whether to go on from one that is there. Runs that failed are tried again.
+        resume: whether to go on from one that is there. Runs that failed are tried again, and so
+            are those whose record names `files` of the folder that are there no longer.
     """
 
     folder: Path
@@ -134,4 +135,8 @@ class Ledger:
             way_out = "give another folder (--out)"
             raise click.ClickException(f"{self._path} is of {head['settings']}: {way_out}")
         entries = [Entry(**line) for line in lines]
-        self._entries = {entry.name: entry for entry in entries if entry.failure is None}
+        self._entries = {entry.name: entry for entry in entries if self._stands(entry)}
+
+    def _stands(self, entry: Entry) -> bool:
+        files = (entry.record or {}).get("files", ())
+        return entry.failure is None and all((self.folder / file).exists() for file in files)
