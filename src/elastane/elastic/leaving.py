@@ -30,16 +30,19 @@ class Reason:
 ORPHANED = Reason(
     why="there is no launcher any more: this worker writes a checkpoint and ends", code=75
 )
+"""No launcher came back in time."""
 LEFT_BEHIND = Reason(
     why="the others went on without this worker while it was in session.evaluate: it ends, and "
     "another takes its place",
     code=76,
 )
+"""It is in an evaluation that it can't start over with the others."""
 SHARD_LOST = Reason(
     why="another worker is gone, and with it its shard of the model: all workers end, and others "
     "go on from the newest checkpoint",
     code=76,
 )
+"""A part of the state is gone, without which no group can hold."""
 
 
 class WorkerLeft(SystemExit):
@@ -50,7 +53,7 @@ def leave(trainee: Trainee, *, save: bool, writes: bool, code: int) -> NoReturn:
     """End this process, with a checkpoint before if it can be written.
 
     Args:
-        trainee: gives the state, and ends the run's telemetry.
+        trainee: gives the state, and is told that this worker leaves.
         save: whether a checkpoint is made.
         writes: whether this process writes it, or only gives its part of the state.
         code: the exit code.
