@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from elastic_audit import audit, check_events, discarded
 from plain_torch import read_by_torch_alone
 from supervisor import Record, Supervisor, supervising
+from test_elastic_membership import wait_blocked
 from torch import nn
 
 from elastane.elastic.checkpoint import CheckpointStore
@@ -142,6 +144,25 @@ def test_a_sharded_model_is_whole_on_one_worker_and_spread_again(tmp_path: Path)
     for one, name in product(ends, ("weights", "optimizer")):
         difference = torch.tensor(one[name]) - torch.tensor(end[name])
         assert difference.abs().max() < TOLERANCE, name
+
+
+def test_a_joiner_that_does_not_come_to_the_meeting_costs_sharded_workers_nothing(
+    tmp_path: Path,
+) -> None:
+    options: dict[str, Any] = {"sharded": True, "dtype": "float64", "seed": 7}
+    with supervising(tmp_path) as supervisor:
+        supervisor.start(3, **options)
+        supervisor.begin(1, 2, **options)
+        supervisor.wait_ready(3)
+        supervisor.let_train(1)
+        supervisor.send_signal(signal.SIGSTOP, 3)
+        supervisor.publish(1, 2, 3)
+        wait_blocked(supervisor, 1)
+        supervisor.change(1, 2)
+        supervisor.let_train(1, 2)
+        supervisor.finish()
+        audit(supervisor)
+        assert discarded(supervisor) == []
 
 
 def test_all_that_is_sharded_goes_into_one_checkpoint_when_everybody_leaves(

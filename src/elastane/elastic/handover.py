@@ -13,6 +13,7 @@ from elastane.elastic.standing import Entry, Standing, sources
 from elastane.elastic.transfer import receive_state, send_state
 from elastane.group import Trainee
 from elastane.peers import Peers
+from elastane.sharded_wrapping import ShardedWrapping
 
 __all__ = ["fill", "parts_of"]
 
@@ -56,8 +57,7 @@ def parts_of(
     before: Collection[int],
     members: Sequence[int],
     worker: int,
-    peers: Peers | None,
-    on_host: bool,
+    wrapping: ShardedWrapping,
 ) -> Mapping[int, Any]:
     """Return what a member of a sharded group brings to the next one, by rank in that.
 
@@ -68,8 +68,7 @@ def parts_of(
         before: ids of the workers in the group.
         members: of those in the next one, in the order of their ranks.
         worker: own id.
-        peers: the group; `None` for one worker.
-        on_host: whether the state lies on the CPU.
+        wrapping: of the model; it has the group.
 
     Raises:
         CommunicationError: the group broke.
@@ -77,9 +76,12 @@ def parts_of(
     standings = [Standing(is_current=member in before, turns=0) for member in members]
     own = members.index(worker) if worker in members else None
     wanted = [rank for rank, source in enumerate(sources(standings)) if source == own]
-    state = trainee.state_dict()
+    wrapping.reshard()
+    state, peers = trainee.state_dict(), wrapping.peers
 
     def cut_all() -> Mapping[int, Any]:
         return cut(state, num_parts=len(members), wanted=wanted)
 
-    return cut_all() if peers is None else peers.call(cut_all, on_host=on_host)
+    return (
+        cut_all() if peers is None else peers.call(cut_all, on_host=wrapping.device.type == "cpu")
+    )

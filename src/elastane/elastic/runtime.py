@@ -30,6 +30,7 @@ from elastane.batching import World
 from elastane.elastic.entry import enter_group
 from elastane.elastic.handover import parts_of
 from elastane.elastic.held import HeldGroup
+from elastane.elastic.leaving import LEFT_BEHIND, ORPHANED, SHARD_LOST, WorkerLeft, leave
 from elastane.elastic.link import Link
 from elastane.elastic.meeting import Arrival, Meetings, Superseded
 from elastane.elastic.signals import on_sigterm
@@ -42,26 +43,11 @@ from elastane.protocol import Beat, Broken, Done, Entered, Generation, Leaving, 
 from elastane.replicated import ReplicatedWrapping
 from elastane.sharded_wrapping import ShardedWrapping
 
-__all__ = ["ElasticMembership", "WorkerLeft"]
+__all__ = ["ElasticMembership"]
 
 T = TypeVar("T")
 
 _LOOK_AROUND_S = 1.0
-EXIT_ORPHANED = 75
-EXIT_LEFT_BEHIND = 76
-_ORPHANED = "there is no launcher any more: this worker writes a checkpoint and ends"
-_LEFT_BEHIND = (
-    "the others went on without this worker while it was in session.evaluate: it ends, and another "
-    "takes its place"
-)
-_SHARD_LOST = (
-    "another worker is gone, and with it its shard of the model: all workers end, and others go on "
-    "from the newest checkpoint"
-)
-
-
-class WorkerLeft(SystemExit):
-    """Ends the process of a worker that has left the job, while the others go on."""
 
 
 class ElasticMembership:
@@ -281,8 +267,8 @@ class ElasticMembership:
             generation = self._link.wait_newer(self._tried, timeout_s=_LOOK_AROUND_S)
             if generation is None:
                 if self._link.orphaned:
-                    warnings.warn(_ORPHANED, stacklevel=2)
-                    return self._way_out(save=self._is_current, code=EXIT_ORPHANED)
+                    warnings.warn(ORPHANED.why, stacklevel=2)
+                    return self._way_out(save=self._is_current, code=ORPHANED.code)
                 if expects_one:
                     self._complain("the group broke, or all agreed to leave it")
             elif worker in self._link.history.dismissed:
@@ -290,8 +276,8 @@ class ElasticMembership:
             elif worker not in generation.members:
                 self._end_if_a_shard_is_lost()
                 if evaluating:
-                    warnings.warn(_LEFT_BEHIND, stacklevel=2)
-                    return self._way_out(save=False, code=EXIT_LEFT_BEHIND)
+                    warnings.warn(LEFT_BEHIND.why, stacklevel=2)
+                    return self._way_out(save=False, code=LEFT_BEHIND.code)
                 self._tried, self._is_current, expects_one = generation.number, False, False
                 self._link.tell(Ready(worker=worker))
             elif generation.go:
@@ -389,15 +375,13 @@ class ElasticMembership:
     def _parts(self, members: Sequence[int]) -> Mapping[int, Any]:
         wrapping = self._group.wrapping
         assert isinstance(wrapping, ShardedWrapping)
-        wrapping.reshard()
         with self.pause("cutting the state anew"):
             return parts_of(
                 self._held(),
                 before=self._members,
                 members=members,
                 worker=self._launch.worker,
-                peers=self.peers,
-                on_host=wrapping.device.type == "cpu",
+                wrapping=wrapping,
             )
 
     @property
@@ -405,16 +389,11 @@ class ElasticMembership:
         """Whether a part of the job's state is on this worker alone."""
         return self._is_current and self._group.wrapping.in_shards
 
-    @property
-    def _writes(self) -> bool:
-        """Whether this process writes a checkpoint on leaving; others give their parts to it."""
-        return self._team.is_leader and not (self._holds_shard and self.world.rank > 0)
-
     def _end_if_a_shard_is_lost(self) -> None:
         """End this process where no group can hold that lacks a member of the last one."""
         if self._holds_shard:
-            warnings.warn(_SHARD_LOST, stacklevel=2)
-            self._leave(save=False, code=EXIT_LEFT_BEHIND)
+            warnings.warn(SHARD_LOST.why, stacklevel=2)
+            self._leave(save=False, code=SHARD_LOST.code)
 
     def _tell_end(self) -> None:
         self._link.tell(Done(worker=self._launch.worker, step=self._held().step))
@@ -442,13 +421,9 @@ class ElasticMembership:
         self._group.let_go(at_once=at_once)
 
     def _leave(self, *, save: bool, code: int = 0) -> NoReturn:
-        if save:
-            try:
-                self._held().save(writes=self._writes)
-            except OSError as error:
-                warnings.warn(f"no checkpoint was written on leaving: {error}", stacklevel=2)
-        self._held().left()
-        raise WorkerLeft(code)
+        # Others give their parts of the state to the process that writes.
+        writes = self._team.is_leader and not (self._holds_shard and self.world.rank > 0)
+        leave(self._held(), save=save, writes=writes, code=code)
 
     # Called by other threads ------------------------------------------------------------------
 
