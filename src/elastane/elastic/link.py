@@ -56,7 +56,8 @@ class Link:
     Two threads have clients of their own: the watcher waits for the next generation, and the
     other tells the worker's beat. Neither needs the main thread, which may be blocked.
 
-    Of several processes of one worker only the first tells facts and beats; the others listen.
+    Of several processes of one worker only the first tells facts and the worker's beat, and its
+    beat stands still when another process of the worker does.
 
     Args:
         launch: what the launcher said of this worker.
@@ -223,16 +224,45 @@ class Link:
 
     def _tell_beats(self) -> None:
         store: TCPStore | None = None
-        count = 0
+        count, ticks = 0, _Ticks(self._launch)
         while not self._closing.wait(self._launch.beat_interval_s):
-            count += 1
             try:
                 store = store or connect(self._launch.store)
-                key, beat = protocol.beat_key(self._launch.worker), self._beat(count)
+                count += ticks.go_on(store)
+                beat = self._beat(count)
                 if not self._is_silent:
-                    store.set(key, beat.to_json())
+                    store.set(protocol.beat_key(self._launch.worker), beat.to_json())
                 self._spare = self._spare or connect(self._launch.store)
                 while not self._posted.empty():
                     store.queue_push(protocol.INBOX, self._posted.get().to_json())
             except (OSError, RuntimeError):
                 store = self._spare = None
+
+
+class _Ticks:
+    """Whether all processes of a worker are awake: each counts in the store, the first one looks.
+
+    Args:
+        launch: what the launcher said of this worker.
+    """
+
+    def __init__(self, launch: ElasticLaunch) -> None:
+        self._launch = launch
+        self._own = 0
+        self._seen: dict[int, bytes] = {}
+
+    def go_on(self, store: TCPStore) -> bool:
+        """Count; return whether the other processes have counted since this last was so."""
+        self._own += 1
+        if self._launch.group_index > 0:
+            store.set(self._key(self._launch.group_index), str(self._own))
+            return True
+        keys = {index: self._key(index) for index in range(1, self._launch.group_size)}
+        now = {index: store.get(key) for index, key in keys.items() if store.check([key])}
+        if any(now.get(index) == count for index, count in self._seen.items()):
+            return False
+        self._seen = now
+        return True
+
+    def _key(self, index: int) -> str:
+        return f"{protocol.beat_key(self._launch.worker)}/{index}"
