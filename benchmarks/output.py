@@ -1,4 +1,4 @@
-"""Where a benchmark's result goes: a file, standard output, or nowhere.
+"""A benchmark's result: what it was measured with, and where it goes.
 
 Knows JSON; nothing of what was measured.
 """
@@ -6,12 +6,23 @@ Knows JSON; nothing of what was measured.
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_json"]
+__all__ = ["versions", "write_json"]
+
+
+def versions(*more: str) -> dict[str, str]:
+    """Return the versions of elastane, torch, further packages and Python, and the machine."""
+    return {
+        **{name: version(name) for name in ("elastane", "torch", *more)},
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
 
 
 def write_json(result: Mapping[str, Any], *, path: str | None) -> None:

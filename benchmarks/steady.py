@@ -9,7 +9,6 @@ to the first says how much of a difference is noise.
 
 from __future__ import annotations
 
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,15 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.output import write_json
+from benchmarks.output import versions, write_json
 from benchmarks.resize.digits import write_digits
 from benchmarks.resize.job import ROOT, WORKER, Tail, ending_on_sigterm, worker_environment
 from benchmarks.resize.measure import Line, steps_of
-from elastane import __version__
 
 GOAL = 1.03
 NUM_WORKERS = 2
@@ -174,12 +171,7 @@ def main(json_path: str | None, pairs: int, steps: int, parameters: int) -> None
         "parameters": parameters,
         "steps": [FIRST_STEP, steps],
         **result,
-        "versions": {
-            "elastane": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-        },
+        "versions": versions(),
     }
     console.print(draw(result))
     write_json(result, path=json_path)

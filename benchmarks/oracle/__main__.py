@@ -11,22 +11,19 @@ they moved. Exit status 1 says that a row is not within its bound.
 
 from __future__ import annotations
 
-import platform
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.oracle.features import FEATURES
 from benchmarks.oracle.rows import Row, compare, failed
 from benchmarks.oracle.worker import Case, carry_out, errors_of, records_of
-from benchmarks.output import write_json
+from benchmarks.output import versions, write_json
 from benchmarks.resize.job import ending_on_sigterm
-from elastane import __version__
 
 _LIMIT_S = 3600.0
 _QUICK = ("plain", "accumulation, another A each step and rank", "token weights", "scaler")
@@ -103,12 +100,7 @@ def main(
     result = {
         "benchmark": "oracle",
         "rows": [row.as_dict() for row in rows],
-        "versions": {
-            "elastane": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-        },
+        "versions": versions(),
     }
     write_json(result, path=json_path)
     if not all(row.ok for row in rows):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from benchmarks.oracle.features import FEATURES
 from benchmarks.oracle.job import NUM_STEPS
 from benchmarks.oracle.subject import train
+from benchmarks.processes import run_together
 from elastane._compat import FileStore, Store
 
 __all__ = ["Case", "carry_out", "errors_of", "records_of"]
@@ -66,16 +67,7 @@ def carry_out(cases: Sequence[Case], *, folder: Path, limit_s: float) -> None:
             _CONTEXT.Process(target=_work, args=(now, folder, rank, world_size))
             for rank in range(world_size)
         ]
-        try:
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join(max(deadline - time.monotonic(), 0))
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+        run_together(processes, deadline=deadline)
 
 
 def _is_done(case: Case, *, folder: Path, world_size: int) -> bool:

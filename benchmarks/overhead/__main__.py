@@ -11,21 +11,18 @@ each micro-gradient and the mean gradient once, by the kernel that elastane meas
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.output import write_json
+from benchmarks.output import versions, write_json
 from benchmarks.overhead.methods import ADAPTDL, METHODS, PLAIN, find_peers, missing
 from benchmarks.overhead.models import SUBJECTS
 from benchmarks.overhead.rounds import Comparison, compare
 from benchmarks.overhead.statistics import ratio_row
-from elastane import __version__
 
 Row = dict[str, Any]
 
@@ -139,12 +136,7 @@ def main(
         "benchmark": "overhead",
         "rows": rows,
         "missing": gaps(chosen),
-        "versions": {
-            "elastane": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-        },
+        "versions": versions(),
     }
     console.print(draw(rows))
     write_json(result, path=json_path)

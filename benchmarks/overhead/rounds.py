@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from benchmarks.overhead.methods import (
     open_adaptdl,
 )
 from benchmarks.overhead.models import SUBJECTS
+from benchmarks.processes import free_port, run_together
 
 __all__ = ["Comparison", "compare"]
 
@@ -66,24 +66,14 @@ def compare(comparison: Comparison) -> dict[str, Any]:
         RuntimeError: a process failed, or took too long.
     """
     context = multiprocessing.get_context("spawn")
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="elastane-overhead-") as name:
         folder = Path(name)
         processes = [
             context.Process(target=_work, args=(comparison, rank, str(folder), port))
             for rank in range(comparison.processes)
         ]
-        deadline = time.monotonic() + _LIMIT_S
-        try:
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join(max(deadline - time.monotonic(), 0))
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+        run_together(processes, deadline=time.monotonic() + _LIMIT_S)
         codes = [process.exitcode for process in processes]
         if any(codes):
             raise RuntimeError(f"the processes ended with exit codes {codes}")
@@ -100,12 +90,6 @@ def compare(comparison: Comparison) -> dict[str, Any]:
         for method in comparison.methods
     }
     return {"steps": steps, "times": times}
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def _work(comparison: Comparison, rank: int, folder: str, port: int) -> None:

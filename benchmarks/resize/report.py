@@ -6,17 +6,14 @@ Knows changes and goals; nothing of how they were made.
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from rich.table import Table
 
+from benchmarks.output import versions
 from benchmarks.resize.measure import Change, summarize
-from elastane import __version__
 
 __all__ = ["KINDS", "draw", "goals_of", "summary"]
 
@@ -58,13 +55,7 @@ def summary(
         "pids_unchanged": all(change.pids_unchanged for change in everything),
         "torchrun": torchrun,
         "goals": goals_of(sizes),
-        "versions": {
-            "elastane": __version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-        },
+        "versions": versions("numpy"),
         "processors": os.cpu_count(),
         "load_average": round(os.getloadavg()[1], 1),
     }

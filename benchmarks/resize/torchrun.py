@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from benchmarks.processes import free_port
 from benchmarks.resize.job import ROOT, Tail, worker_environment
 from benchmarks.resize.measure import Line
 
@@ -44,7 +44,7 @@ class _Agents:
         # agent waits for others. What is measured has as many agents as there may be.
         self._command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{_free_port()}"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"),
             *("--rdzv-id=resize", "--rdzv-conf=last_call_timeout=3", "--max-restarts=3"),
             *("-m", "benchmarks.resize.torchrun_worker", "--digits", str(digits)),
             *("--records", str(folder / "records"), "--parameters", str(parameters)),
@@ -165,9 +165,3 @@ def _children(pid: int) -> list[int]:
         return [int(one) for one in path.read_text().split()]
     except OSError:
         return []
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

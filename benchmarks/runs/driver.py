@@ -5,12 +5,10 @@ Knows plans and ledgers; nothing of what is compared.
 
 from __future__ import annotations
 
-import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from benchmarks.output import versions
 from benchmarks.runs.calibration import calibration_run, predicted_s
 from benchmarks.runs.ledger import Entry, Ledger, Run
 from benchmarks.runs.pool import carry_out, workers
@@ -186,11 +185,7 @@ def facts(ledger: Ledger, runs: Sequence[Run], *, missing: Mapping[str, str]) ->
         "missing_tasks": dict(missing),
         "core_hours": round(ledger.process_s / 3600, 3),
         "commits": sorted({entry.commit for entry in ledger.entries if entry.commit}),
-        "versions": {
-            **{name: version(name) for name in ("elastane", "torch")},
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-        },
+        "versions": versions(),
     }
 
 

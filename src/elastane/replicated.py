@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from elastane import replica
 from elastane.peers import Peers
+from elastane.replica import Replica
 from elastane.sharded import ShardedTap
+from elastane.sharded_model import ShardedModel
 from elastane.sharding import reshard, sharding_of
 
 __all__ = ["ReplicatedWrapping"]
 
 
-class ReplicatedWrapping:
+class ReplicatedWrapping(ShardedModel):
     """One copy of a model, sharded over the processes of the default group, which never changes.
 
     Args:
@@ -33,23 +32,15 @@ class ReplicatedWrapping:
 
     def __init__(
         self,
-        model: replica.Replica,
+        model: Replica,
         *,
         tap: ShardedTap,
         num_shards: int,
         agree: Callable[[bool], bool],
     ) -> None:
-        self.model = model
-        self._tap = tap
+        super().__init__(model, tap=tap)
         self._num_shards = num_shards
         self._agree = agree
-        self._trainable: frozenset[int] = frozenset()
-        self.peers: Peers | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """The model's device."""
-        return next(self.model.parameters()).device
 
     def use(self, peers: Peers | None, *, spread_weights: bool = False) -> None:
         """Average over the copies from now on.
@@ -70,30 +61,7 @@ class ReplicatedWrapping:
             agree=self._agree,
         )
         if spread_weights:
-            for buffer in self.model.buffers():
-                if type(buffer) is Tensor:
-                    dist.broadcast(buffer, group=own, group_src=0)
-
-    def refresh(self) -> None:
-        """Look again where parameters belong, if others train; FSDP itself notices."""
-        trainable = frozenset(id(p) for p in self.model.parameters() if p.requires_grad)
-        if trainable != self._trainable:
-            self._trainable = trainable
-            self._tap.find_groups()
-
-    def settle(self) -> None:
-        """Do nothing: FSDP leaves nothing for its second forward."""
-
-    def merge_statistics(self, *, counted: bool = True) -> None:
-        """Give all processes of all copies the same running statistics of BatchNorm.
-
-        Args:
-            counted: whether this process's own statistics take part.
-        """
-        assert self.peers is not None
-        replica.merge_batch_statistics(
-            self.model.inner, sum_over_workers=self.peers.sum, counted=counted
-        )
+            self.spread_buffers(own)
 
     def drop(self) -> None:
         """Let go of the group; what is sharded can be copied then."""

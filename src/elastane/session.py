@@ -39,8 +39,7 @@ class Session:
     """Trains a model, as it was tuned for one small batch, on whatever workers there are.
 
     Iterate over it inside `with`: it yields this worker's micro-batches. Call `step()` after
-    every one. How many workers there are, it finds out itself: one under plain python, any number
-    under torchrun.
+    every one. It finds out itself how many workers there are.
 
     Args:
         model: the bare module, on its device; the session wraps it.
@@ -58,14 +57,10 @@ class Session:
         step: makes the optimizer's step in its place, such as `torch.compile(optimizer.step)`.
         scaler: a `torch.amp.GradScaler`; the session scales, unscales, steps and updates it.
         max_norm: norm to which the mean gradient is clipped.
-        checkpoint: durable checkpoints, from which a run goes on when all its workers have died;
-            under `elastane run` one a minute by default, elsewhere none.
-        stateful: further objects with `state_dict` and `load_state_dict`, by name, such as a moving
-            average of the weights: in checkpoints, and equal on workers that join.
+        checkpoint: durable checkpoints; under `elastane run` one a minute by default, else none.
+        stateful: further objects with `state_dict` and `load_state_dict`, by name.
         ddp: further arguments of `DistributedDataParallel`, such as `find_unused_parameters`.
-        shard: shards the model instead: a function that is called with a bare module and a mesh of
-            all workers, and calls `fully_shard`. It is called again, for another module, whenever
-            the workers change.
+        shard: function of a bare module and a mesh that calls `fully_shard`; called at each change.
         run_dir: folder for the run's events (written by rank 0).
         sinks: further receivers of events (on rank 0).
         progress_bar: draw one, where standard error is a terminal.

@@ -5,24 +5,25 @@ Knows FSDP2, process groups and the sharded tap; nothing of optimizers, state or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from elastane._compat import HashStore
 from elastane.peers import Peers
-from elastane.replica import Replica, merge_batch_statistics
+from elastane.replica import Replica
 from elastane.sharded import ShardedTap
+from elastane.sharded_model import ShardedModel
 from elastane.sharding import Sharding, local_of, reshard, sharding_of
 
 __all__ = ["ShardedWrapping"]
 
 
-class ShardedWrapping:
+class ShardedWrapping(ShardedModel):
     """The sharded model in place of a wrapper: what `elastane.group.Wrapping` is for DDP.
 
     Args:
@@ -42,19 +43,11 @@ class ShardedWrapping:
         tap: ShardedTap,
         build: Callable[[DeviceMesh], nn.Module] | None = None,
     ) -> None:
-        self.model = model
-        self._tap = tap
+        super().__init__(model, tap=tap)
         self._build = build
         self._root = model.inner
         self._is_alone_in_group = False
         self.mesh: DeviceMesh | None = None
-        self._trainable: frozenset[int] = frozenset()
-        self.peers: Peers | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """The model's device."""
-        return next(self.model.parameters()).device
 
     def use(self, peers: Peers | None, *, spread_weights: bool = True) -> None:
         """Shard over a group, if that is the session's to do, and measure over it from now on.
@@ -92,7 +85,7 @@ class ShardedWrapping:
 
     @torch.no_grad()
     def _spread_bare(self, peers: Peers) -> None:
-        for tensor in (*self.model.parameters(), *_plain_buffers(self.model)):
+        for tensor in (*self.model.parameters(), *self.plain_buffers()):
             dist.broadcast(tensor.detach(), group=peers.group, group_src=0)
 
     @torch.no_grad()
@@ -102,8 +95,7 @@ class ShardedWrapping:
             replicas = sharding.mesh.get_group(0)
             for parameter in self.model.parameters():
                 dist.broadcast(local_of(parameter), group=replicas, group_src=0)
-        for buffer in _plain_buffers(self.model):
-            dist.broadcast(buffer, group=peers.group, group_src=0)
+        self.spread_buffers(peers.group)
 
     def rehearse(self) -> None:
         """Pay for what a process pays for once, before it shards over others, who would wait."""
@@ -111,27 +103,6 @@ class ShardedWrapping:
         fully_shard(layer, mesh=self._mesh(None))
         layer(torch.ones(1, 1, device=self.device)).sum().backward()
         self.drop()
-
-    def refresh(self) -> None:
-        """Look again where parameters belong, if others train; FSDP itself notices."""
-        trainable = frozenset(id(p) for p in self.model.parameters() if p.requires_grad)
-        if trainable != self._trainable:
-            self._trainable = trainable
-            self._tap.find_groups()
-
-    def settle(self) -> None:
-        """Do nothing: between two steps FSDP has nothing to do."""
-
-    def merge_statistics(self, *, counted: bool = True) -> None:
-        """Give all workers the same running statistics of BatchNorm.
-
-        Args:
-            counted: whether this worker's own statistics take part.
-        """
-        if self.peers is not None:
-            merge_batch_statistics(
-                self.model.inner, sum_over_workers=self.peers.sum, counted=counted
-            )
 
     def reshard(self) -> None:
         """Have the model hold its shards alone, as a state that is cut anew needs it."""
@@ -151,7 +122,3 @@ def _open_alone(device: torch.device) -> None:
     """Open a default group of this process alone."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-
-
-def _plain_buffers(model: nn.Module) -> Iterator[Tensor]:
-    yield from (buffer for buffer in model.buffers() if type(buffer) is Tensor)
