@@ -137,10 +137,13 @@ def test_a_killed_rank_costs_its_copy_alone_and_another_copy_can_join(supervisor
     assert_as_in_one_process(supervisor, committed)
 
 
-def test_a_step_that_one_process_did_not_finish_its_whole_copy_takes_from_another(supervisor):
+@pytest.mark.parametrize("members", [(2, 1), (1, 2)])
+def test_a_step_that_one_process_did_not_finish_its_whole_copy_takes_from_another(
+    supervisor, members
+):
     supervisor.start(1, loses_sums_at=15, **OPTIONS)
     supervisor.begin(2, **OPTIONS)
-    supervisor.change(2, 1)
+    supervisor.change(*members)
     supervisor.wait_for(Broken, worker=1)
     supervisor.change(1, 2, cause="broken")
     assert supervisor.wait_for(Entered, worker=1, generation=3).source == 2

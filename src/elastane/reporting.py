@@ -252,7 +252,12 @@ class Reporter:
         return result
 
     def adopt(self, result: StepResult | None, *, epoch: int) -> None:
-        """Take another worker's result of the last step for one's own."""
+        """Take another worker's result of the last step for one's own.
+
+        If that step was made in one's own group, the group had ended all steps before it.
+        """
+        if result is not None and result.generation == self._world.generation:
+            self.settled(result.step - int(not result.skipped))
         self._held = None if result is None else (result, epoch)
         self.last = result or self.last
 
