@@ -209,10 +209,11 @@ def test_the_dynamic_plan_has_the_full_grid_for_one_task_and_a_part_for_the_othe
 
     assert (full.ratios, len(full.when), full.momenta) == ((2, 4, 16), 3, (0.9, 0.99))
     assert set(full.ramps) == set(ramps.RAMPS)
-    assert len(part.branches) == 2 * 2 * 4
-    assert sum(run.does == "branch" for run in part.runs) == 2 * 2 * 4 * 3
+    assert len(part.branches) == 2 * 5 + 2 * 4  # one ramp is for growth alone
+    assert sum(run.does == "branch" for run in part.runs) == (2 * 5 + 2 * 4) * 3
     assert sum(run.does == "start" for run in part.runs) == 3 * 3  # scales 1, 4 and 16
-    assert {cell.ramp for cell in part.finishes} <= {"immediate", "T=8k", "noise-matched"}
+    ends = {"immediate", "T=8k", "T=8k, velocity kept", "noise-matched"}
+    assert {cell.ramp for cell in part.finishes} <= ends
 
 
 def test_a_task_that_lacks_something_is_left_out_and_named(monkeypatch):
@@ -517,6 +518,21 @@ def test_keeping_the_velocity_divides_the_momentum_buffers_by_the_ratio():
     assert optimizer.state[weight]["momentum_buffer"].tolist() == [8.0] * 3
     ramps.RAMPS["velocity kept"].change(optimizer, ratio=4)
     assert optimizer.state[weight]["momentum_buffer"].tolist() == [2.0] * 3
+
+
+def test_keeping_the_velocity_along_a_ramp_moves_the_weights_by_old_gradients_as_without_it():
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
+    ramps.RAMPS["T=8k, velocity kept"].change(optimizer, ratio=4)
+    moved = []
+    for lr, gradient in [(1.0, 8.0), (2.0, 0.0), (3.0, 0.0), (3.0, 0.0), (1.5, 0.0)]:
+        before = weight.item()
+        optimizer.param_groups[0]["lr"] = lr
+        weight.grad = torch.full((1,), gradient, dtype=torch.float64)
+        optimizer.step()
+        moved.append(before - weight.item())
+
+    assert moved == pytest.approx([8.0, 4.0, 2.0, 1.0, 0.25])  # a fall of the rate is not undone
 
 
 def test_the_default_is_one_of_the_ramps_that_are_compared():

@@ -9,7 +9,6 @@ last tenth is not at least 5 % below an untrained model's; means are over the ru
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +93,7 @@ def main(
     with ending_on_sigterm():
         run_plan(plan.runs, request=request, ledger=ledger, module=_MODULE, console=console)
         if real:
-            alone = replace(request, jobs=1)  # their workers have the machine to themselves
-            run_plan(real, request=alone, ledger=ledger, module=_MODULE, console=console)
+            run_plan(real, request=request, ledger=ledger, module=_MODULE, console=console)
     result = summary(plan, runs=[*plan.runs, *real], ledger=ledger, missing=missing)
     console.print(draw(result["rows"]))
     write_json(result, path=json_path)

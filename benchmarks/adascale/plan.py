@@ -38,6 +38,7 @@ CHANGES: Mapping[str, tuple[Change, ...]] = {
 TRIED_AT: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "translation": {"adascale, momentum 0.9": (1, 16, 64), "adascale, no average": (16,)},
     "mnist": {"adascale, no average": (16, 64)},
+    "detection": {"adascale, momentum 0.5": (1, 64), "adascale, no average": (64,)},
 }
 SCHEDULES, SCHEDULES_TASK = 20, "mnist"
 _SEEDS, _FEW_SEEDS, _QUICK_SEEDS, _SPREAD_SEEDS = 5, 3, 2, 10

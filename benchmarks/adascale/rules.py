@@ -18,6 +18,7 @@ AS_MANY_STEPS = "lsw+"
 AT_ONCE = "adascale, no ramp"
 TRIED: Mapping[str, Mapping[str, float]] = {
     "adascale, momentum 0.9": {"momentum": 0.9},
+    "adascale, momentum 0.5": {"momentum": 0.5},
     "adascale, no average": {"smoothing": 0.0},
 }
 """AdaScale with what is not a task's own or elastane's default, by name: fields of `Conditions`."""

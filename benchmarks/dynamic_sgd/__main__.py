@@ -11,7 +11,6 @@ was not at least 5 % below an untrained model's.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,7 @@ def main(
     with ending_on_sigterm():
         run_plan(plan.runs, request=request, ledger=ledger, module=_MODULE, console=console)
         if real:
-            alone = replace(request, jobs=1)  # their workers have the machine to themselves
-            run_plan(real, request=alone, ledger=ledger, module=_MODULE, console=console)
+            run_plan(real, request=request, ledger=ledger, module=_MODULE, console=console)
     result = {
         "benchmark": _NAME,
         **facts(ledger, [*plan.runs, *real], missing=missing),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dynamic_sgd.ramps import IMMEDIATE, RAMPS, RATIO_RAMP, default_ramp
+from benchmarks.dynamic_sgd.ramps import IMMEDIATE, KEPT_RAMP, RAMPS, RATIO_RAMP, default_ramp
 from benchmarks.dynamic_sgd.state import HELD_OUT_SAMPLES
 from benchmarks.runs.ledger import Run
 from benchmarks.tasks import load_task
@@ -47,7 +47,7 @@ class Grid:
     shrinks: bool = True
     when: tuple[str, ...] = ("middle",)
     momenta: tuple[float, ...] = (0.9,)
-    ramps: tuple[str, ...] = (IMMEDIATE, "T=8", RATIO_RAMP, "noise-matched")
+    ramps: tuple[str, ...] = (IMMEDIATE, "T=8", RATIO_RAMP, "noise-matched", KEPT_RAMP)
     seeds: int = 3
     horizon: int = 200
     finishes: bool = True
@@ -67,7 +67,6 @@ def grid_of(task: str, *, quick: bool) -> Grid:
         when=tuple(WHEN),
         momenta=(0.9, 0.99),
         ramps=tuple(RAMPS),
-        seeds=5,
         noise=True,
         workers=True,
     )
@@ -170,6 +169,8 @@ class _Maker:
             for momentum in grid.momenta:
                 for when in grid.when:
                     for ramp in grid.ramps:
+                        if RAMPS[ramp].grows_only and after < before:
+                            continue
                         yield (
                             Cell(
                                 task=self._task,
@@ -201,7 +202,7 @@ class _Maker:
 
         look = _GUESSED_LOOK_SAMPLES / self._recipe.base_batch_size
         add("branch", plan.branches, base_steps=grid.horizon * (scale + look))
-        ends = {default_ramp(cell.k, momentum=cell.momentum), IMMEDIATE, RATIO_RAMP}
+        ends = {default_ramp(cell.k, momentum=cell.momentum), IMMEDIATE, RATIO_RAMP, KEPT_RAMP}
         if grid.finishes and cell.ramp in ends:
             add("finish", plan.finishes, base_steps=(1 - WHEN[cell.when]) * length)
         if grid.noise and seed == 0 and _is_measured(cell):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,9 +21,17 @@ from elastane.momentum import (
 )
 from elastane.scaling import Rule, Scaling, StepContext
 
-__all__ = ["IMMEDIATE", "RAMPS", "RATIO_RAMP", "Ramp", "applied_factors", "default_ramp"]
+__all__ = [
+    "IMMEDIATE",
+    "KEPT_RAMP",
+    "RAMPS",
+    "RATIO_RAMP",
+    "Ramp",
+    "applied_factors",
+    "default_ramp",
+]
 
-IMMEDIATE, RATIO_RAMP = "immediate", "T=8k"
+IMMEDIATE, RATIO_RAMP, KEPT_RAMP = "immediate", "T=8k", "T=8k, velocity kept"
 _COMPARED_STEPS = 300
 
 
@@ -33,8 +42,8 @@ class Ramp:
     Attributes:
         compensation: how the factor moves to the new one of linear scaling; `None` is at once.
         keeps_rate: the learning rate stays what it was.
-        keeps_velocity: at the change the momentum buffer is divided by the ratio of batches, so
-            that the larger learning rate moves the weights by it as far as before.
+        keeps_velocity: whenever the learning rate grows, the momentum buffer is divided by as
+            much, so that the larger rate moves the weights by it as far as before.
     """
 
     compensation: Compensation | None = None
@@ -45,12 +54,35 @@ class Ramp:
         """Return the rule after a change from a scale: linear, or what it was."""
         return _Held(factor=before) if self.keeps_rate else Linear()
 
+    @property
+    def grows_only(self) -> bool:
+        """Whether it differs from all others only where the batch grows."""
+        return self.keeps_velocity and self.compensation is not None
+
     def change(self, optimizer: torch.optim.Optimizer, *, ratio: float) -> None:
         """Do to the optimizer what is to be done between the last old step and the first new."""
-        if not self.keeps_velocity:
-            return
-        for state in optimizer.state.values():
-            state["momentum_buffer"].div_(ratio)
+        if self.keeps_velocity and self.compensation is None:
+            _divide_buffers(optimizer, ratio)
+        elif self.keeps_velocity:
+            optimizer.register_step_pre_hook(_KeptVelocity())
+
+
+class _KeptVelocity:
+    """Divides the momentum buffers before each step by what the learning rate has grown by."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        lr = float(optimizer.param_groups[0]["lr"])
+        if self._last is not None and lr > self._last:
+            _divide_buffers(optimizer, lr / self._last)
+        self._last = lr
+
+
+def _divide_buffers(optimizer: torch.optim.Optimizer, ratio: float) -> None:
+    for state in optimizer.state.values():
+        state["momentum_buffer"].div_(ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +103,9 @@ RAMPS: Mapping[str, Ramp] = {
     "T=1/(1-m)": Ramp(compensation=MomentumRamp(length=one_time_constant, shrink="ramp")),
     "noise-matched": Ramp(compensation=NoiseMatchedRamp()),
     "velocity kept": Ramp(keeps_velocity=True),
+    KEPT_RAMP: Ramp(
+        compensation=MomentumRamp(length=eight_per_ratio, shrink="ramp"), keeps_velocity=True
+    ),
 }
 
 

@@ -169,7 +169,7 @@ run's last tenth was not at least 5 % below an untrained model's.
 | lsw+ | as lsw, stretched | as many as AdaScale took with this seed |
 | sqrt | root of S | base run's over S |
 | identity | 1 | until the gains add up to the base run's steps |
-| adascale, momentum 0.9 | the gain; `lr / (1 - m)` as in the task | as adascale |
+| adascale, momentum 0.9 or 0.5 | the gain; `lr / (1 - m)` as in the task | as adascale |
 | adascale, no average | the gain of the last step's moments alone | as adascale |
 
 `8-16-32` and `32-16-8` are changes of the scale at a quarter and at half of the run. There

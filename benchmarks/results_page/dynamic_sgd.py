@@ -187,4 +187,5 @@ of its end was not at least 5 % below an untrained model's; means are over the o
 | immediate | times k at once |
 | T=8, T=8k, T=1/(1-m) | from 1 to k times the old one over T steps (Dynamic SGD, equation 6) |
 | noise-matched | so that the variance of an update is at once that of linear scaling |
-| velocity kept | times k at once, the momentum buffer divided by k |"""
+| velocity kept | times k at once, the momentum buffer divided by k |
+| T=8k, velocity kept | as T=8k, the buffer divided at each step by what the rate has grown by |"""
