@@ -20,10 +20,11 @@ from elastane.momentum import (
     NoiseMatchedRamp,
     RampState,
     compensated_factor,
-    default_length,
     eight_per_ratio,
+    kept_velocity,
     noise_matched_factor,
     one_time_constant,
+    outlasting_length,
     ramp_position,
 )
 
@@ -394,6 +395,58 @@ def test_the_noise_matched_ramp_scales_any_rule():
     assert rooted == pytest.approx([factor / 2 for factor in linear], rel=1e-12)
 
 
+# Velocity
+
+
+def states(compensation, batches, *, momentum=MOMENTUM, targets=None):
+    """The states of all steps, starting settled at a batch of 16."""
+    state = compensation(RampState(), target=1.0, batch_samples=16, momentum=momentum)
+    found = []
+    for step, batch in enumerate(batches):
+        target = batch / 16 if targets is None else targets[step]
+        state = compensation(state, target=target, batch_samples=batch, momentum=momentum)
+        found.append(state)
+    return found
+
+
+def test_the_velocity_is_kept_by_what_the_factor_grows_by():
+    assert kept_velocity(2.0, 8.0) == 0.25
+    assert kept_velocity(8.0, 2.0) == kept_velocity(2.0, 2.0) == kept_velocity(0.0, 2.0) == 1.0
+
+
+@always(max_examples=50)
+@given(
+    batches=st.lists(st.sampled_from([8, 16, 24, 64, 256]), min_size=1, max_size=6),
+    length=st.sampled_from([None, 0, 3, 8]),
+    seed=st.integers(0, 1000),
+)
+def test_growth_with_the_velocity_kept_is_plain_momentum_in_displacements(batches, length, seed):
+    batches = [batch for batch in sorted(batches) for _ in range(12)]  # growth alone
+    gradients = np.random.default_rng(seed).standard_normal(len(batches))
+    gradient_sum = displacement = 0.0
+    for one, gradient in zip(states(MomentumRamp(length=length), batches), gradients, strict=True):
+        gradient_sum = MOMENTUM * one.buffer_factor * gradient_sum + gradient
+        displacement = MOMENTUM * displacement + one.applied * gradient
+        if batches[0] >= 16:
+            assert one.applied * gradient_sum == pytest.approx(displacement, abs=1e-9)
+
+
+def test_a_shrink_a_rule_that_moves_and_no_momentum_leave_the_buffer_alone():
+    down = states(MomentumRamp(), [8] * 5)
+    moving = states(MomentumRamp(), [16] * 4, targets=[1.0, 2.0, 3.0, 4.0])
+    without = states(MomentumRamp(), [64] * 40, momentum=0.0)
+    plain = states(MomentumRamp(keep_velocity=False), [64] * 40)
+    for one in (*down, *moving, *without, *plain):
+        assert one.buffer_factor == 1.0
+
+
+def test_the_velocity_is_kept_to_the_end_of_the_ramp_and_not_longer():
+    found = states(MomentumRamp(length=4), [32] * 7, targets=[2.0] * 5 + [3.0, 4.0])
+    assert [one.applied for one in found] == [1, 1.25, 1.5, 1.75, 2, 3, 4]
+    expected = [1, 1 / 1.25, 1.25 / 1.5, 1.5 / 1.75, 1.75 / 2, 1, 1]
+    assert [one.buffer_factor for one in found] == pytest.approx(expected)
+
+
 # Options
 
 
@@ -408,14 +461,17 @@ def test_the_two_lengths():
 @pytest.mark.parametrize(
     ("ratio", "momentum", "length"), [(4, 0.9, 32), (2, 0.99, 100), (4, 0.99, 100), (16, 0.99, 128)]
 )
-def test_the_default_length_is_the_longer_of_the_two(ratio, momentum, length):
-    assert default_length(ratio, momentum) == pytest.approx(length)
-    found = factors(MomentumRamp(), [16 * ratio] * (length + 2), momentum=momentum)
+def test_a_ramp_that_enlarges_old_gradients_lasts_the_longer_of_the_two(ratio, momentum, length):
+    assert outlasting_length(ratio, momentum) == pytest.approx(length)
+    ramp = MomentumRamp(keep_velocity=False)
+    found = factors(ramp, [16 * ratio] * (length + 2), momentum=momentum)
     assert found[length - 1] < ratio
     assert found[length + 1] == ratio
+    kept = factors(MomentumRamp(), [16 * ratio] * (8 * ratio + 1), momentum=momentum)
+    assert kept[8 * ratio - 1] < kept[8 * ratio] == ratio
 
 
-@pytest.mark.parametrize("bad", [-1, -0.001, math.nan, math.inf, "8", None])
+@pytest.mark.parametrize("bad", [-1, -0.001, math.nan, math.inf, "8"])
 def test_an_impossible_length_is_refused_when_it_is_given(bad):
     with pytest.raises(ArgumentError, match="finite number of optimizer steps") as caught:
         MomentumRamp(length=bad)
@@ -448,7 +504,7 @@ def documented_peaks():
     return {
         row[0]: [float(cell) for cell in row[1:]]
         for row in rows
-        if len(row) == 5 and row[0] in {"2", "4", "16", "1/2", "1/4", "1/16"}
+        if len(row) == 6 and row[0] in {"2", "4", "16", "1/2", "1/4", "1/16"}
     }
 
 
@@ -456,14 +512,14 @@ def documented_peaks():
 def test_the_peaks_in_the_documentation_are_what_the_ramps_do(ratio, written):
     ratio = float(Fraction(ratio))
     lengths = (0, 8, eight_per_ratio)
-    ramps = [MomentumRamp(length=length, shrink="ramp") for length in lengths]
-    kinds = [*ramps, NoiseMatchedRamp()]
+    ramps = [MomentumRamp(length=length, shrink="ramp", keep_velocity=False) for length in lengths]
+    kinds = [*ramps, NoiseMatchedRamp(), MomentumRamp()]
     for kind, peak in zip(kinds, written, strict=True):
         variance, worst = 1.0, 0.0
         state = kind(RampState(), target=1.0, batch_samples=16, momentum=0.9)
         for _ in range(300):
             state = kind(state, target=ratio, batch_samples=16 * ratio, momentum=0.9)
-            variance = 0.81 * variance + 0.19 / ratio
+            variance = 0.81 * state.buffer_factor**2 * variance + 0.19 / ratio
             worst = max(worst, state.applied**2 * variance / ratio)
         assert worst == pytest.approx(peak, abs=0.0051)
 

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dynamic_sgd.ramps import IMMEDIATE, KEPT_RAMP, RAMPS, RATIO_RAMP, default_ramp
+from benchmarks.dynamic_sgd.ramps import (
+    GROWTH_ONLY,
+    IMMEDIATE,
+    KEPT_RAMP,
+    RAMPS,
+    RATIO_RAMP,
+    default_ramp,
+)
 from benchmarks.dynamic_sgd.state import HELD_OUT_SAMPLES
 from benchmarks.runs.ledger import Run
 from benchmarks.tasks import load_task
@@ -169,7 +176,7 @@ class _Maker:
             for momentum in grid.momenta:
                 for when in grid.when:
                     for ramp in grid.ramps:
-                        if RAMPS[ramp].grows_only and after < before:
+                        if ramp in GROWTH_ONLY and after < before:
                             continue
                         yield (
                             Cell(
@@ -243,7 +250,7 @@ _WORKER_SEEDS = 3
 def _is_measured(cell: Cell) -> bool:
     """Return whether the updates' variance is measured, too: where the noise model has a table."""
     fits = _is_usual(cell) and max(cell.k, 1 / cell.k) > 2
-    return fits and cell.ramp in (IMMEDIATE, "T=8", RATIO_RAMP, "noise-matched", "velocity kept")
+    return fits and cell.ramp not in ("unchanged", "T=1/(1-m)")
 
 
 def _is_made_on_workers(cell: Cell) -> bool:
@@ -252,7 +259,7 @@ def _is_made_on_workers(cell: Cell) -> bool:
     The buffer can't be divided there: nobody is told before the first step with others.
     """
     fits = _is_usual(cell) and max(cell.k, 1 / cell.k) == WORKERS
-    return fits and not RAMPS[cell.ramp].keeps_velocity
+    return fits and not RAMPS[cell.ramp].divides_buffer
 
 
 def _is_usual(cell: Cell) -> bool:

@@ -6,7 +6,7 @@ Pure arithmetic on losses of a fixed held-out batch after each step.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 __all__ = ["WINDOW", "peak_ratio", "recover_steps", "running_means", "update_variances"]
 
@@ -41,22 +41,22 @@ def recover_steps(before: Sequence[float], after: Sequence[float]) -> int:
 
 
 def update_variances(
-    factors: Sequence[float], *, ratio: float, momentum: float, velocity_kept: bool = False
+    steps: Iterable[tuple[float, float]], *, ratio: float, momentum: float
 ) -> list[float]:
     """Return the variance of each update after a change over that before it, by the noise model.
 
-    With white noise the buffer's variance is at first 1, or `1/k^2` where the buffer was divided,
-    and `V <- mu^2 V + (1 - mu^2) / k` with each new gradient; an update's is `m^2 V`.
+    With white noise the buffer's variance is at first 1, and `V <- (mu c)^2 V + (1 - mu^2) / k`
+    with each new gradient; an update's is `m^2 V`.
 
     Args:
-        factors: `m`, of each step after the change, relative to that before.
+        steps: `(m, c)` of each step after the change: the factor relative to that before, and what
+            the buffer is multiplied by.
         ratio: `k`, new batch over old.
         momentum: `mu`.
-        velocity_kept: whether the buffer was divided by the ratio.
     """
-    buffer = 1 / ratio**2 if velocity_kept else 1.0
+    buffer = 1.0
     variances: list[float] = []
-    for factor in factors:
-        buffer = momentum**2 * buffer + (1 - momentum**2) / ratio
+    for factor, kept in steps:
+        buffer = (momentum * kept) ** 2 * buffer + (1 - momentum**2) / ratio
         variances.append(factor**2 * buffer)
     return variances

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks.dynamic_sgd.measure import update_variances
-from benchmarks.dynamic_sgd.ramps import RAMPS, applied_factors
+from benchmarks.dynamic_sgd.ramps import RAMPS, applied_by
 from benchmarks.runs.subject import Bench, Conditions, set_up, steps_of, subject_of
 from elastane import Linear
 
@@ -40,12 +40,8 @@ def measure_noise(spec: Mapping[str, Any], needs: Mapping[str, Any]) -> dict[str
     variances = _variances(spec, point)
     before = sum(variances[:_BEFORE_STEPS]) / _BEFORE_STEPS
     ramp = RAMPS[spec["ramp"]]
-    factors = applied_factors(
-        ramp.compensation, ratio=ratio, momentum=spec["momentum"], steps=spec["horizon"]
-    )
-    predicted = update_variances(
-        factors, ratio=ratio, momentum=spec["momentum"], velocity_kept=ramp.keeps_velocity
-    )
+    known = {"ratio": ratio, "momentum": spec["momentum"]}
+    predicted = update_variances(applied_by(ramp, steps=spec["horizon"], **known), **known)
     return {
         "no_start": False,
         "predicted": [value / ratio for value in predicted],

@@ -6,9 +6,8 @@ Knows momentum compensations and the optimizer's buffers; nothing of tasks or re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -22,12 +21,13 @@ from elastane.momentum import (
 from elastane.scaling import Rule, Scaling, StepContext
 
 __all__ = [
+    "GROWTH_ONLY",
     "IMMEDIATE",
     "KEPT_RAMP",
     "RAMPS",
     "RATIO_RAMP",
     "Ramp",
-    "applied_factors",
+    "applied_by",
     "default_ramp",
 ]
 
@@ -42,47 +42,24 @@ class Ramp:
     Attributes:
         compensation: how the factor moves to the new one of linear scaling; `None` is at once.
         keeps_rate: the learning rate stays what it was.
-        keeps_velocity: whenever the learning rate grows, the momentum buffer is divided by as
-            much, so that the larger rate moves the weights by it as far as before.
+        divides_buffer: at the change the momentum buffer is divided by the ratio of batches, so
+            that the larger learning rate moves the weights by it as far as before.
     """
 
     compensation: Compensation | None = None
     keeps_rate: bool = False
-    keeps_velocity: bool = False
+    divides_buffer: bool = False
 
     def rule(self, *, before: float) -> Rule:
         """Return the rule after a change from a scale: linear, or what it was."""
         return _Held(factor=before) if self.keeps_rate else Linear()
 
-    @property
-    def grows_only(self) -> bool:
-        """Whether it differs from all others only where the batch grows."""
-        return self.keeps_velocity and self.compensation is not None
-
     def change(self, optimizer: torch.optim.Optimizer, *, ratio: float) -> None:
         """Do to the optimizer what is to be done between the last old step and the first new."""
-        if self.keeps_velocity and self.compensation is None:
-            _divide_buffers(optimizer, ratio)
-        elif self.keeps_velocity:
-            optimizer.register_step_pre_hook(_KeptVelocity())
-
-
-class _KeptVelocity:
-    """Divides the momentum buffers before each step by what the learning rate has grown by."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        lr = float(optimizer.param_groups[0]["lr"])
-        if self._last is not None and lr > self._last:
-            _divide_buffers(optimizer, lr / self._last)
-        self._last = lr
-
-
-def _divide_buffers(optimizer: torch.optim.Optimizer, ratio: float) -> None:
-    for state in optimizer.state.values():
-        state["momentum_buffer"].div_(ratio)
+        if not self.divides_buffer:
+            return
+        for state in optimizer.state.values():
+            state["momentum_buffer"].div_(ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,32 +72,41 @@ class _Held:
         return Scaling(self.factor, now.scale)
 
 
+def _equation_6(length: float | Callable[[float, float], float]) -> Ramp:
+    return Ramp(compensation=MomentumRamp(length=length, shrink="ramp", keep_velocity=False))
+
+
 RAMPS: Mapping[str, Ramp] = {
     "unchanged": Ramp(keeps_rate=True),
     IMMEDIATE: Ramp(),
-    "T=8": Ramp(compensation=MomentumRamp(length=8, shrink="ramp")),
-    RATIO_RAMP: Ramp(compensation=MomentumRamp(length=eight_per_ratio, shrink="ramp")),
-    "T=1/(1-m)": Ramp(compensation=MomentumRamp(length=one_time_constant, shrink="ramp")),
+    "T=8": _equation_6(8),
+    RATIO_RAMP: _equation_6(eight_per_ratio),
+    "T=1/(1-m)": _equation_6(one_time_constant),
     "noise-matched": Ramp(compensation=NoiseMatchedRamp()),
-    "velocity kept": Ramp(keeps_velocity=True),
-    KEPT_RAMP: Ramp(
-        compensation=MomentumRamp(length=eight_per_ratio, shrink="ramp"), keeps_velocity=True
-    ),
+    "velocity kept": Ramp(divides_buffer=True),
+    KEPT_RAMP: Ramp(compensation=MomentumRamp(length=eight_per_ratio)),
 }
+GROWTH_ONLY = (KEPT_RAMP,)
+"""Ramps that are one of the others where the batch shrinks."""
 
 
-def applied_factors(
-    compensation: Compensation | None, *, ratio: float, momentum: float, steps: int
-) -> list[float]:
-    """Return the factors after a change of batch by a ratio, relative to that before."""
-    if compensation is None:
-        return [ratio] * steps
-    state = compensation(RampState(), target=1.0, batch_samples=1.0, momentum=momentum)
-    factors: list[float] = []
+def applied_by(
+    ramp: Ramp, *, ratio: float, momentum: float, steps: int
+) -> list[tuple[float, float]]:
+    """Return the factor of each step after a change of batch by a ratio, relative to that before.
+
+    With it comes what the momentum buffer is multiplied by before the step.
+    """
+    if ramp.compensation is None:
+        first = 1 / ratio if ramp.divides_buffer else 1.0
+        return [(ratio, first), *[(ratio, 1.0)] * (steps - 1)]
+    known = {"momentum": momentum}
+    state = ramp.compensation(RampState(), target=1.0, batch_samples=1.0, **known)
+    found: list[tuple[float, float]] = []
     for _ in range(steps):
-        state = compensation(state, target=ratio, batch_samples=ratio, momentum=momentum)
-        factors.append(state.applied)
-    return factors
+        state = ramp.compensation(state, target=ratio, batch_samples=ratio, **known)
+        found.append((state.applied, state.buffer_factor))
+    return found
 
 
 def default_ramp(ratio: float, *, momentum: float) -> str:
@@ -129,13 +115,10 @@ def default_ramp(ratio: float, *, momentum: float) -> str:
     Raises:
         ValueError: none: a ramp is missing in the comparison.
     """
-    default: Compensation | None = inspect.signature(Session).parameters["compensation"].default
-
-    def factors(compensation: Compensation | None) -> list[float]:
-        return applied_factors(compensation, ratio=ratio, momentum=momentum, steps=_COMPARED_STEPS)
-
+    given = inspect.signature(Session).parameters["compensation"].default
+    known = {"ratio": ratio, "momentum": momentum, "steps": _COMPARED_STEPS}
+    wanted = applied_by(Ramp(compensation=given), **known)
     for name, ramp in RAMPS.items():
-        plain = not ramp.keeps_rate and not ramp.keeps_velocity
-        if plain and factors(ramp.compensation) == factors(default):
+        if not ramp.keeps_rate and applied_by(ramp, **known) == wanted:
             return name
-    raise ValueError(f"no ramp of the comparison is like the default, {default!r}")
+    raise ValueError(f"no ramp of the comparison is like the default, {given!r}")

@@ -31,13 +31,17 @@ class Averages:
 
 @dataclass(slots=True)
 class Ramp:
-    """How the factor gets to the rule's after a change of batch."""
+    """How the factor gets to the rule's after a change of batch.
+
+    `buffer` is what the velocity `u` of old gradients is multiplied by before the step.
+    """
 
     batch: float = 0.0
     begin: float = 1.0
     applied: float = 1.0
     steps: int = 0
     length: float = 0.0
+    buffer: float = 1.0
 
 
 def gain_of(variance: float, sqr_norm: float, *, scale: float) -> float:
@@ -47,12 +51,19 @@ def gain_of(variance: float, sqr_norm: float, *, scale: float) -> float:
 
 
 def ramped(ramp: Ramp, target: float, *, batch: float) -> float:
-    """Return `f0 + min((t - t0) / T, 1) (rule - f0)` after a change of batch; a fall is at once."""
-    if ramp.batch and batch != ramp.batch:
+    """Return `f0 + min((t - t0) / T, 1) (rule - f0)` after a change of batch; a fall is at once.
+
+    Where the factor grows by that, old gradients move the weights as far as before.
+    """
+    before, is_changed = ramp.applied, ramp.batch != 0 and batch != ramp.batch
+    if is_changed:
         ratio = max(batch / ramp.batch, target / ramp.applied)
         ramp.length = 0.0 if target < ramp.applied else RAMP_STEPS_PER_RATIO * ratio
         ramp.begin, ramp.steps = ramp.applied, 0
+    is_on_the_way = is_changed or 0 < ramp.length > ramp.steps - 1
     share = min(ramp.steps / ramp.length, 1.0) if ramp.length else 1.0
     ramp.batch, ramp.steps = batch, ramp.steps + 1
     ramp.applied = target if share == 1 else ramp.begin + share * (target - ramp.begin)
+    grows = is_on_the_way and ramp.applied > before
+    ramp.buffer = before / ramp.applied if grows else 1.0
     return ramp.applied

@@ -85,9 +85,12 @@ def _step(job: Job, model: nn.Module, window: Window, *, state: _State) -> float
     if state.step % job.measured_every == 0:
         _measure(job, state, gradients, weights, mean)
     multiplier = schedule(state.progress)
-    for group, factor in zip(job.groups, _each(factors, len(job.groups)), strict=True):
+    buffers = _each([ramp.buffer for ramp in state.ramps], len(job.groups))
+    each = _each(factors, len(job.groups))
+    for group, factor, buffer in zip(job.groups, each, buffers, strict=True):
+        velocity, force = state.velocity, _clipped(mean, job.max_norm)
         lr = group.lr * multiplier * factor
-        _descend(group, model, _clipped(mean, job.max_norm), lr=lr, velocity=state.velocity)
+        _descend(group, model, force, lr=lr, velocity=velocity, buffer=buffer)
     if job.average_decay is not None:
         keep = job.average_decay ** (samples / BASE_BATCH)
         for name, parameter in model.named_parameters():
@@ -211,10 +214,27 @@ def _clipped(gradient: Gradient, max_norm: float | None) -> Gradient:
 
 @torch.no_grad()
 def _descend(
-    group: Group, model: nn.Module, gradient: Gradient, *, lr: float, velocity: dict[str, Tensor]
+    group: Group,
+    model: nn.Module,
+    gradient: Gradient,
+    *,
+    lr: float,
+    velocity: dict[str, Tensor],
+    buffer: float,
 ) -> None:
-    """Take `u <- m u + g + d w`, `w <- w - lr u`; what has no gradient stays as it is."""
+    """Take `u <- m c u + g + d w`, `w <- w - lr u`; what has no gradient only takes `u <- c u`.
+
+    Args:
+        group: whose parameters move.
+        model: the model.
+        gradient: `g`.
+        lr: of this step.
+        velocity: `u` by name.
+        buffer: `c`.
+    """
     for name, parameter in model.named_parameters():
+        if name in velocity and name.startswith(group.prefix):
+            velocity[name] = buffer * velocity[name]
         if name in gradient and name.startswith(group.prefix):
             force = gradient[name] + group.weight_decay * parameter
             before = velocity.get(name, torch.zeros_like(force))

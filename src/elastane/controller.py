@@ -31,6 +31,8 @@ class Decision:
         gain: `r` of the whole model.
         factors: what each parameter group's learning rate is multiplied by (one number for all
             if the gain is the model's).
+        buffer_factors: what the momentum buffers of each group are multiplied by before the step;
+            as many as factors.
         progress: what the step is worth in base steps.
         moments: averaged raw moments of the model that the gain came from; `None` if there are
             none yet.
@@ -40,6 +42,7 @@ class Decision:
     scale: float
     gain: float
     factors: tuple[float, ...]
+    buffer_factors: tuple[float, ...]
     progress: float
     moments: Moments | None
     single_share: float
@@ -161,6 +164,7 @@ class StepController:
             scale=scale,
             gain=context.gain,
             factors=tuple(factors),
+            buffer_factors=tuple(ramp.buffer_factor for ramp in ramps),
             progress=whole.progress * sum(min(one, 1.0) for one in held) / len(held),
             moments=model,
             single_share=max(stopgap.share for stopgap in seen[1]),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Protocol
 
@@ -19,10 +19,11 @@ __all__ = [
     "NoiseMatchedRamp",
     "RampState",
     "compensated_factor",
-    "default_length",
     "eight_per_ratio",
+    "kept_velocity",
     "noise_matched_factor",
     "one_time_constant",
+    "outlasting_length",
     "ramp_position",
 ]
 
@@ -43,8 +44,8 @@ def compensated_factor(start: float, target: float, *, position: float) -> float
     """Return `f0 + a (f - f0)`, and `f` to the bit at the end of the ramp.
 
     With `start = 1` and `target = k` this is equation 6's `1 + (t - t0)/T (k - 1)`. The buffer
-    of PyTorch's SGD holds gradients, not displacements (the u-form), so the factor on the
-    learning rate is all there is to do.
+    of PyTorch's SGD holds gradients, not displacements (the u-form), so for equation 6 the factor
+    on the learning rate is all there is to do.
 
     Args:
         start: `f0`, the factor applied in the last step before the change.
@@ -75,14 +76,28 @@ def one_time_constant(ratio: float, momentum: float) -> float:  # noqa: ARG001 (
     return 1 / (1 - momentum)
 
 
-def default_length(ratio: float, momentum: float) -> float:
+def outlasting_length(ratio: float, momentum: float) -> float:
     """Return the longer of `8 k` and `1 / (1 - momentum)` optimizer steps.
 
-    A gentle slope, and never shorter than old gradients stay in the buffer: in our tables either
-    alone fails where the other holds, `8 k` at momentum 0.99 with a small `k` and one time constant
-    at momentum 0.9 with a large one. Ours; see the page of results.
+    A gentle slope, and never shorter than old gradients stay in the buffer: where their
+    displacement grows with the factor, either alone fails where the other holds, `8 k` at momentum
+    0.99 with a small `k` and one time constant at momentum 0.9 with a large one. Ours; see the
+    page of results.
     """
     return max(eight_per_ratio(ratio, momentum), one_time_constant(ratio, momentum))
+
+
+def kept_velocity(before: float, applied: float) -> float:
+    """Return what the momentum buffer is multiplied by so that a larger factor does not enlarge it.
+
+    `f_(t-1) / f_t` where the factor grows, else 1. The displacement that old gradients still cause
+    stays what it was, as in the v-form `v <- m v + lr g`; only new gradients get the new rate.
+
+    Args:
+        before: `f_(t-1)`, the factor applied in the step before.
+        applied: `f_t`.
+    """
+    return before / applied if 0 < before < applied else 1.0
 
 
 def noise_matched_factor(ratio: float, *, momentum: float, steps: float) -> float:
@@ -115,6 +130,7 @@ class RampState:
         steps: optimizer steps since the change, `t - t0`.
         length: `T` of the ramp in progress; 0 when there is none.
         excess: how far the buffer's variance is above that of the present batch, relative to it.
+        buffer_factor: what SGD's momentum buffers are multiplied by before this step.
     """
 
     batch_samples: float = 0.0
@@ -123,6 +139,7 @@ class RampState:
     steps: int = 0
     length: float = 0.0
     excess: float = 0.0
+    buffer_factor: float = 1.0
 
 
 class Compensation(Protocol):
@@ -131,7 +148,7 @@ class Compensation(Protocol):
     def __call__(
         self, state: RampState, *, target: float, batch_samples: float, momentum: float
     ) -> RampState:
-        """Return the state after this step; its `applied` is the factor to apply.
+        """Return the state of this step: `applied` and `buffer_factor` are what it is to apply.
 
         Args:
             state: what the last committed step returned, or `RampState()`.
@@ -145,7 +162,7 @@ class Compensation(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentumRamp:
-    """Dynamic SGD's linear ramp from the factor then applied to the rule's, over `T` steps.
+    """Dynamic SGD's linear ramp from the factor then applied to the rule's, with its velocity kept.
 
     At a change of batch by the ratio `k` the factor in force, `f0`, is kept, and::
 
@@ -157,11 +174,17 @@ class MomentumRamp:
     large learning rate on the noise of a small batch. Without momentum there is nothing old to
     wait for, and no ramp.
 
+    Old gradients come from small batches and are noisy. While the factor grows, SGD's momentum
+    buffer is divided by as much, so that they move the weights as far as they would have done
+    without the change (`kept_velocity`): the rate grows for new gradients alone.
+
     Attributes:
-        length: `T` in optimizer steps: a number, or a function of (k, momentum), by default
-            `default_length`. What the paper recommends is not certain: a survey says 8, the only
-            program found uses 8 k.
+        length: `T` in optimizer steps: a number, or a function of (k, momentum). By default
+            `eight_per_ratio`, and `outlasting_length` without `keep_velocity`. What the paper
+            recommends is not certain: a survey says 8, the only program found uses 8 k.
         shrink: `"immediate"` or `"ramp"`.
+        keep_velocity: `False` is equation 6 alone. It concerns optimizers whose state has a
+            `momentum_buffer`; others, such as Adam, have the ramp alone.
 
     Example:
         >>> ramp = MomentumRamp(length=4)
@@ -175,36 +198,47 @@ class MomentumRamp:
 
     References:
         Lin et al., Dynamic Mini-batch SGD (2019), equation 6. Its `T` and its treatment of a
-        shrink were not to be had; see the page on mathematics.
+        shrink were not to be had; see the page on mathematics. Keeping the velocity along a ramp
+        is ours; the page of results shows what it does.
     """
 
-    length: float | Callable[[float, float], float] = field(default=default_length)
+    length: float | Callable[[float, float], float] | None = None
     shrink: str = "immediate"
+    keep_velocity: bool = True
 
     def __post_init__(self) -> None:
         check_choice("shrink", self.shrink, SHRINKS)
-        if not callable(self.length):
+        if self.length is not None and not callable(self.length):
             _check_length(self.length)
 
     def __call__(
         self, state: RampState, *, target: float, batch_samples: float, momentum: float
     ) -> RampState:
         """Return the state after this step (see `Compensation`)."""
-        if state.batch_samples == 0:
+        before, is_first = state.applied, state.batch_samples == 0
+        changes = batch_samples != state.batch_samples
+        if is_first:
             state = RampState(batch_samples=batch_samples, start=target)
-        elif batch_samples != state.batch_samples:
-            drops = target < state.applied and self.shrink == "immediate"
-            ratio = max(batch_samples / state.batch_samples, target / state.applied)
+        elif changes:
+            drops = target < before and self.shrink == "immediate"
+            ratio = max(batch_samples / state.batch_samples, target / before)
             length = 0.0 if drops or momentum == 0 else self._length(ratio, momentum)
-            state = RampState(batch_samples=batch_samples, start=state.applied, length=length)
+            state = RampState(batch_samples=batch_samples, start=before, length=length)
         position = ramp_position(state.steps, length=state.length)
         applied = compensated_factor(state.start, target, position=position)
-        length = 0.0 if position >= 1 else state.length
-        return replace(state, applied=applied, steps=state.steps + 1, length=length)
+        moves = not is_first and momentum > 0 and (changes or state.length > 0)
+        return replace(
+            state,
+            applied=applied,
+            steps=state.steps + 1,
+            length=0.0 if position >= 1 else state.length,
+            buffer_factor=kept_velocity(before, applied) if moves and self.keep_velocity else 1.0,
+        )
 
     def _length(self, ratio: float, momentum: float) -> float:
-        length = self.length(ratio, momentum) if callable(self.length) else self.length
-        return _check_length(length)
+        default = eight_per_ratio if self.keep_velocity else outlasting_length
+        given = default if self.length is None else self.length
+        return _check_length(given(ratio, momentum) if callable(given) else given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,9 @@ from elastane import _compat
 from elastane.errors import ArgumentError, UnsupportedError, describe
 from elastane.optimizers import AnyOptimizer, members_of
 from elastane.schedule import Schedule, set_lr
+from elastane.zero import own_state
 
-__all__ = ["ScaledStep", "clip_gradients", "momentum_of", "scaled_lr"]
+__all__ = ["ScaledStep", "clip_gradients", "momentum_of", "scale_momentum", "scaled_lr"]
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def scaled_lr(optimizer: AnyOptimizer, factors: Sequence[float]) -> Iterator[Non
         ArgumentError: different factors for groups that share one tensor as their lr.
     """
     groups = optimizer.param_groups
-    each = list(factors) * len(groups) if len(factors) == 1 else list(factors)
+    each = _one_a_group(factors, optimizer)
     _check_shared_lrs(groups, each)
     saved = [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in groups]
     try:
@@ -47,6 +48,10 @@ def scaled_lr(optimizer: AnyOptimizer, factors: Sequence[float]) -> Iterator[Non
     finally:
         for group, lr in zip(groups, saved, strict=True):
             set_lr(group, lr)
+
+
+def _one_a_group(factors: Sequence[float], optimizer: AnyOptimizer) -> list[float]:
+    return list(factors) * len(optimizer.param_groups) if len(factors) == 1 else list(factors)
 
 
 def _check_shared_lrs(groups: Sequence[Mapping[str, Any]], factors: Sequence[float]) -> None:
@@ -67,6 +72,26 @@ def momentum_of(optimizer: AnyOptimizer) -> float:
 def _momentum(group: Mapping[str, Any]) -> float:
     betas = group.get("betas")
     return float(betas[0] if betas else group.get("momentum", 0.0))
+
+
+def scale_momentum(optimizer: AnyOptimizer, factors: Sequence[float]) -> None:
+    """Multiply the momentum buffers that hold gradients, those called `momentum_buffer`, in place.
+
+    Args:
+        optimizer: any torch optimizer, or several.
+        factors: one for every parameter group, or a single one for all.
+    """
+    if all(factor == 1 for factor in factors):
+        return
+    each = iter(_one_a_group(factors, optimizer))
+    for one in members_of(optimizer):
+        state = own_state(one)
+        for group in one.param_groups:
+            found = [state[p].get("momentum_buffer") for p in group["params"] if p in state]
+            buffers = [buffer for buffer in found if buffer is not None]
+            factor = next(each)
+            if buffers and factor != 1:
+                _compat.foreach_mul_(buffers, factor)
 
 
 def clip_gradients(optimizer: AnyOptimizer, *, max_norm: float, grad_norm: float) -> None:

@@ -28,7 +28,7 @@ from elastane.gradients import Extra, GradientTap
 from elastane.jointly import weighted_joint_norms
 from elastane.layers import LayerNorms
 from elastane.measurement import Measurement
-from elastane.optim import ScaledStep, clip_gradients, momentum_of
+from elastane.optim import ScaledStep, clip_gradients, momentum_of, scale_momentum
 from elastane.optimizers import AnyOptimizer, members_of
 from elastane.planning import StepPlan
 from elastane.schedule import AnySchedule, Schedule
@@ -256,6 +256,7 @@ class Stepper:
     def _step(self, decision: Decision, *, grad_norm: float) -> None:
         if self._max_norm is not None:
             clip_gradients(self._optimizer, max_norm=self._max_norm, grad_norm=grad_norm)
+        scale_momentum(self._optimizer, decision.buffer_factors)
         progress = self.controller.progress + decision.progress
         self._is_stepping = True
         try:

@@ -13,12 +13,18 @@ from torch.optim import Optimizer
 from elastane import _compat
 from elastane.errors import UnsupportedError
 
-__all__ = ["check_zero", "is_zero", "load_zero_state", "zero_state_of"]
+__all__ = ["check_zero", "is_zero", "load_zero_state", "own_state", "zero_state_of"]
 
 
 def is_zero(optimizer: Optimizer) -> bool:
     """Return whether it is torch's `ZeroRedundancyOptimizer`; importing that would warn."""
     return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+
+
+def own_state(optimizer: Optimizer) -> Mapping[Any, dict[str, Any]]:
+    """Return the state that an optimizer steps by on this worker, by parameter."""
+    held: Any = optimizer
+    return held.optim.state if is_zero(optimizer) else optimizer.state
 
 
 def check_zero(optimizer: Any, *, world_size: int, is_elastic: bool, is_sharded: bool) -> None:
