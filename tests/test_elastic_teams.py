@@ -89,6 +89,8 @@ def replayed(committed: list[Record]) -> tuple[list[dict[str, float]], torch.Ten
             parameter.grad = part.view_as(parameter)
         (group,) = optimizer.param_groups
         group["lr"] = LR * decision.factors[0]
+        for state in optimizer.state.values():
+            state["momentum_buffer"] *= decision.buffer_factors[0]
         optimizer.step()
         controller.commit(decision)
         rows.append({"lr": group["lr"], "gain": decision.gain, "progress": controller.progress})

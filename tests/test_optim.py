@@ -15,7 +15,14 @@ from torch import nn
 from torch.optim import lr_scheduler as sched
 
 from elastane.errors import ArgumentError, StateError, UnsupportedError, UsageError
-from elastane.optim import ScaledStep, clip_gradients, momentum_of, scaled_lr
+from elastane.optim import (
+    ScaledStep,
+    clip_gradients,
+    momentum_of,
+    scale_momentum,
+    scaled_lr,
+)
+from elastane.optimizers import joined
 from elastane.schedule import Schedule
 
 always = partial(settings, derandomize=True, deadline=None, database=None)
@@ -283,6 +290,42 @@ def test_clipping_is_torchs(max_norm):
     clip_gradients(torch.optim.SGD(ours, lr=0.1), max_norm=max_norm, grad_norm=norm)
     for mine, other in zip(ours, theirs, strict=False):
         assert torch.allclose(mine.grad, other.grad, rtol=1e-6, atol=0)
+
+
+def buffers_of(optimizer):
+    return [
+        optimizer.state[p]["momentum_buffer"][0].item()
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
+
+
+def test_momentum_buffers_are_scaled_by_their_groups_factor_and_their_values_stay_in_place():
+    optimizer, other = sgd(), sgd(num_groups=1)
+    scale_momentum(optimizer, [0.5])  # there are none yet
+    for one in (optimizer, other):
+        one.step()
+    held = [state["momentum_buffer"] for state in optimizer.state.values()]
+    scale_momentum(optimizer, [0.5, 1.0])
+    assert buffers_of(optimizer) == [0.5, 1.0]
+    scale_momentum(joined([optimizer, other]), [0.5, 0.25, 0.125])
+    assert [*buffers_of(optimizer), *buffers_of(other)] == [0.25, 0.25, 0.125]
+    scale_momentum(joined([optimizer, other]), [4.0])
+    assert [*buffers_of(optimizer), *buffers_of(other)] == [1.0, 1.0, 0.5]
+    assert all(
+        a is b["momentum_buffer"] for a, b in zip(held, optimizer.state.values(), strict=True)
+    )
+
+
+def test_normalised_moments_are_left_alone():
+    optimizer = torch.optim.AdamW([one_weight()])
+    optimizer.step()
+    before = {
+        name: value.clone() for state in optimizer.state.values() for name, value in state.items()
+    }
+    scale_momentum(optimizer, [0.5])
+    (state,) = optimizer.state.values()
+    assert all(torch.equal(state[name], value) for name, value in before.items())
 
 
 # Schedules: torch's schedulers

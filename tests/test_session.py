@@ -445,6 +445,59 @@ def test_a_parameter_group_that_is_added_later_is_averaged_and_measured(per: str
     assert averages[-1]["count"] > 0
 
 
+class GrowingBatch:
+    """A batch whose size a test changes between two steps, in one micro-batch of one worker."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def batch_samples(self, world_size: int) -> int:
+        return self.samples * world_size
+
+    def num_parts(self, world_size: int) -> int:
+        return world_size
+
+    def deal(self, start: int, stop: int, *, world: Any, min_samples: int) -> Any:
+        return LocalBatch(self.samples).deal(start, stop, world=world, min_samples=min_samples)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_batch_that_grows_leaves_to_old_gradients_what_they_did_to_the_weights(several) -> None:
+    dataset = Digits(dtype=torch.float64)
+    model, plain = build_model(torch.float64), build_model(torch.float64)
+    batch, rates = GrowingBatch(8), []
+    parts = [model[0], model[2]] if several else [model]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9) for part in parts]
+    session = session_over(
+        model,
+        dataset=dataset,
+        optimizer=optimizers if several else optimizers[0],
+        num_steps=200,
+        batch=batch,
+        rule=Linear(),
+        loader=LoaderOptions(seed=3, straddle_epochs=True),
+    )
+    displacements = [torch.zeros_like(p) for p in plain.parameters()]
+    with session:
+        for images, labels, _ in session:
+            session.backward(F.cross_entropy(session.model(images), labels))
+            result = session.step()
+            rates.append(result.lr)
+            loss = F.cross_entropy(plain(images), labels)
+            gradients = torch.autograd.grad(loss, list(plain.parameters()))
+            with torch.no_grad():
+                for p, v, g in zip(plain.parameters(), displacements, gradients, strict=True):
+                    v.mul_(0.9).add_(g, alpha=result.lr)
+                    p.sub_(v)
+            batch.samples = 8 if result.step < 6 else 24
+            if result.step == 40:
+                break
+    assert rates[:7] == [0.05] * 7
+    assert rates == sorted(rates)
+    assert rates[-1] == pytest.approx(0.15)
+    assert torch.allclose(weights_of(model), weights_of(plain), rtol=0, atol=1e-12)
+
+
 def test_a_gain_for_each_parameter_group_scales_each_groups_lr() -> None:
     model = build_model()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.05}]

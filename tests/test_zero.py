@@ -23,6 +23,7 @@ from elastane import AdamScale, Checkpointing, GlobalBatch, Session
 from elastane._env import ElasticLaunch
 from elastane.elastic.checkpoint import CheckpointStore
 from elastane.errors import UnsupportedError
+from elastane.optim import scale_momentum
 from elastane.zero import is_zero
 
 FLOAT64 = torch.float64
@@ -263,3 +264,19 @@ def test_on_one_worker_it_is_the_plain_optimizer() -> None:
     assert torch.equal(wrapped["weights"], plain["weights"])
     assert is_zero(zero(build_model().parameters(), lr=0.1))
     assert not is_zero(SGD(build_model().parameters(), lr=0.1))
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_its_momentum_buffers_are_scaled_where_they_are_held() -> None:
+    plain, wrapped = build_model(FLOAT64), build_model(FLOAT64)
+    moved = []
+    for model, make in ((plain, SGD), (wrapped, zero)):
+        optimizer = make(model.parameters(), lr=0.1, momentum=0.9)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        scale_momentum(optimizer, [0.25])
+        optimizer.step()
+        moved.append(weights_of(model))
+    assert torch.equal(*moved)
+    assert torch.allclose(moved[0], weights_of(build_model(FLOAT64)) - 0.1 * (1 + 1.225))
