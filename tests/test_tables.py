@@ -709,6 +709,28 @@ def test_a_worse_metric_is_explained_by_training_loss_and_time_constants_of_mome
     assert adascale_section.reasons(rows[:1]) == []
 
 
+def test_what_was_tried_where_the_metric_is_worse_is_told_beside_its_own_base():
+    shared = {"task": "t", "metric": "accuracy", "higher_is_better": True, "metric_sd": 0.01}
+    shared |= {"diverged": 0, "seeds": 3, "momentum": 0.9, "train_loss_mean": 0.3}
+    known = [
+        *(("adascale", 1, 0.9), ("adascale", 64, 0.8)),
+        *(("adascale, momentum 0.5", 1, 0.85), ("adascale, momentum 0.5", 64, 0.84)),
+        ("adascale, no average", 64, 0.7),
+    ]
+    rows = [
+        shared | {"rule": rule, "scale": scale, "metric_mean": metric, "steps_mean": 100}
+        for rule, scale, metric in known
+    ]
+
+    lines = adascale_section.reasons(rows)
+
+    assert lines[3] == (
+        "- S = 64, tried: adascale, momentum 0.5: 0.84, and 0.85 ± 0.01 at S = 1 (adascale, "
+        "momentum 0.5): within 2 sd of it, or better."
+    )
+    assert lines[4].endswith("0.7, and 0.9 ± 0.01 at S = 1 (adascale): worse, too.")
+
+
 @pytest.mark.parametrize("growth", [True, False])
 def test_the_default_is_compared_with_the_jump_cell_by_cell(growth):
     rows = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.results_page.pictures import draw_curves, draw_gains, draw_scales
 from benchmarks.results_page.text import listed, origin, plus_minus, shown, table
-from benchmarks.results_page.verdicts import judge_scales
+from benchmarks.results_page.verdicts import holds, judge_scales
 
 __all__ = ["reasons", "section"]
 
@@ -97,9 +97,27 @@ def reasons(rows: Sequence[Row]) -> list[str]:
             row, base = own[scale], own[1]
             if row["train_loss_mean"] is not None:
                 lines += [f"- S = {scale}: {_reason(row, base=base)}"]
+            lines += [f"- S = {scale}, tried: {text}" for text in _tried(rows, scale=scale)]
     if not lines:
         return []
     return ["Where the metric is worse than at S = 1 by more than 2 sd:", "", *lines, ""]
+
+
+def _tried(rows: Sequence[Row], *, scale: int) -> list[str]:
+    """Return what other conditions did at a scale, each beside S = 1 under the same where known."""
+    found = {(row["rule"], row["scale"]): row for row in rows}
+    lines: list[str] = []
+    for rule in dict.fromkeys(row["rule"] for row in rows if row["rule"].startswith("adascale, ")):
+        if (rule, scale) in found:
+            row = found[rule, scale]
+            base = found.get((rule, 1)) or found["adascale", 1]
+            verdict = "within 2 sd of it, or better" if holds(row, base=base) else "worse, too"
+            lines += [
+                f"{rule}: {shown(row['metric_mean'])}, and "
+                f"{plus_minus(base['metric_mean'], base['metric_sd'])} at S = 1 "
+                f"({base['rule']}): {verdict}."
+            ]
+    return lines
 
 
 def _reason(row: Row, *, base: Row) -> str:

@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_curves", "draw_gains", "draw_noise", "draw_peaks", "draw_scales", "rules_of"]
 
-# Okabe and Ito (2008), Color Universal Design, without yellow, as in elastane's own plots.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Okabe and Ito (2008), Color Universal Design, without yellow, as in elastane's own plots; then
+# a grey, and wine of Tol's muted scheme.
+_COLORS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"),
+    *("#999999", "#882255"),
+)
 _INK, _GREY, _GRID = "#222222", "#666666", "#E6E6E6"
 _LABEL_PT, _TICK_PT = 9.0, 8.0
 _COLUMNS, _PANEL_IN, _WIDTH_IN, _HEAD_IN = 3, 2.6, 9.0, 0.6

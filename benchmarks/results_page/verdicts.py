@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ScaleVerdict", "beats", "default_against_jump", "judge_scales", "largest_scale"]
+__all__ = [
+    "ScaleVerdict",
+    "beats",
+    "default_against_jump",
+    "holds",
+    "judge_scales",
+    "largest_scale",
+]
 
 Row = Mapping[str, Any]
 
@@ -50,7 +57,7 @@ def judge_scales(rows: Sequence[Row]) -> list[ScaleVerdict]:
 
 def _judge(task: str, own: Mapping[tuple[str, int], Row], *, base: Row) -> ScaleVerdict:
     scales = sorted(scale for rule, scale in own if rule == "adascale" and scale > 1)
-    holds = [scale for scale in scales if _holds(own["adascale", scale], base=base)]
+    held = [scale for scale in scales if holds(own["adascale", scale], base=base)]
     shared = [scale for scale in scales if ("lsw", scale) in own]
     largest = shared[-1] if shared else None
     worse = None
@@ -58,18 +65,19 @@ def _judge(task: str, own: Mapping[tuple[str, int], Row], *, base: Row) -> Scale
         worse = _is_worse(own["lsw", largest], than=own["adascale", largest])
     return ScaleVerdict(
         task=task,
-        holds_at=tuple(holds),
-        fails_at=tuple(scale for scale in scales if scale not in holds),
+        holds_at=tuple(held),
+        fails_at=tuple(scale for scale in scales if scale not in held),
         largest=largest,
         linear_worse=worse,
     )
 
 
-def _holds(row: Row, *, base: Row) -> bool:
+def holds(row: Row, *, base: Row) -> bool:
+    """Return whether no run diverged, and the metric is within 2 sd of the base's, or better."""
     if row["diverged"] or row["metric_mean"] is None:
         return False
     sign = 1 if base["higher_is_better"] else -1
-    return sign * (row["metric_mean"] - base["metric_mean"]) >= -2 * base["metric_sd"]
+    return sign * (row["metric_mean"] - base["metric_mean"]) >= -2 * (base["metric_sd"] or 0.0)
 
 
 def _is_worse(row: Row, *, than: Row) -> bool:
