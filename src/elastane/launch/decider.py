@@ -54,6 +54,7 @@ class Decider:
         record: what an earlier launcher left in the folder, or a fresh record.
         rules: what the job keeps to.
         say: shows a message.
+        clock: tells seconds; by default those in which this process was awake.
 
     Attributes:
         now: the newest generation.
@@ -70,12 +71,13 @@ class Decider:
         record: LauncherRecord,
         rules: Rules,
         say: Callable[[str], None],
+        clock: AwakeClock | None = None,
     ) -> None:
         self._desk = desk
         self._run_dir = run_dir
         self._rules = rules
         self._say = say
-        self._clock = AwakeClock()
+        self._clock = clock or AwakeClock()
         self._next_look = 0.0
         self.record = record
         self.now = newest_generation(run_dir)

@@ -37,13 +37,21 @@ class Desk:
     Args:
         address: HOST:PORT of the store.
         say: shows a message.
+        connect: returns a new client of the store.
 
     Attributes:
         items: facts, and whatever else the coordinator is to do in turn.
     """
 
-    def __init__(self, address: str, *, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        say: Callable[[str], None],
+        connect: Callable[[str], Store] = connect,
+    ) -> None:
         self._address = address
+        self._connect = connect
         self._say = say
         self._beating: set[int] = set()
         self._masters: dict[int, Store] = {}
@@ -51,8 +59,8 @@ class Desk:
         self.items: queue.SimpleQueue[Item] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
-        self._store = connect(self._address)
-        self._inbox = connect(self._address)
+        self._store = self._connect(self._address)
+        self._inbox = self._connect(self._address)
         self._thread.start()
         return self
 
