@@ -81,6 +81,8 @@ def hear_workers(roster: Roster, beats: Mapping[int, Beat], *, time: float) -> R
         late = beat.generation == newest > 0 and beat.arrived < furthest and not beat.paused
         moved = beat.arrived != worker.beat.arrived or worker.behind is None
         behind = (time if moved else worker.behind) if late else None
+        if behind == worker.behind and beat == worker.beat:
+            continue
         last = time if beat.count != worker.beat.count else worker.heard
         workers[number] = replace(worker, beat=beat, heard=last, behind=behind)
     best = max(roster.best_step, *(beat.step for beat in heard.values()))

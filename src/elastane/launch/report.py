@@ -31,7 +31,11 @@ def report(
         "min_workers": rules.min_workers,
         "max_workers": rules.max_workers,
         "target": roster.target,
-        "workers": [_row(w, rank=ranks.get(w.worker), now=now) for w in roster.workers.values() if not w.exited],
+        "workers": [
+            _row(w, rank=ranks.get(w.worker), now=now)
+            for w in roster.workers.values()
+            if not w.exited
+        ],
         "step": None if first is None else first.beat.step,
         **{name: numbers.get(name) for name in _NUMBERS},
         "last_change": _last_change(now, roster),
