@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from datetime import timedelta
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
@@ -21,6 +22,10 @@ from benchmarks.scale.rows import _LIMITS, checks, constants_of, limits
 from benchmarks.scale.simulated import SLOTS, SimulatedJob
 from benchmarks.scale.store_cost import measure_store
 from elastane._env import worker_defaults
+from elastane.batching import World
+from elastane.elastic.opening import open_beside
+from elastane.launch.link import connect, serve
+from elastane.peers import Breaker
 
 CAUSES = ("start", "join", "leave", "death", "hang", "lost", "scale")
 SHARED = Network(name="here", latency_s=2e-4, bandwidth=1e9, processors=2)
@@ -226,6 +231,35 @@ def test_gloo_reads_all_addresses_one_by_one_unless_it_is_told_as_our_workers_ar
     asked, short = opened_by(3)
     assert asked == Counter(multi_get=1)
     assert long - short == 3 * 8
+
+
+def test_a_member_that_comes_late_is_waited_for_beyond_the_time_limit_of_a_stores_client(
+    monkeypatch,
+):
+    for name, value in worker_defaults().items():
+        monkeypatch.setenv(name, value)
+    server, groups = serve(0), {}
+    clients = [connect(f"127.0.0.1:{server.port}") for _ in range(2)]
+    late = Event()
+
+    def open_it(rank):
+        world = World(rank=rank, world_size=2)
+        groups[rank] = open_beside(
+            lambda: clients[rank], world=world, device=torch.device("cpu"), breaker=Breaker()
+        )
+
+    def open_late():
+        late.wait(1.5)
+        open_it(1)
+
+    for client in clients:
+        client.set_timeout(timedelta(seconds=0.5))
+    threads = [Thread(target=open_it, args=(0,)), Thread(target=open_late)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(groups) == {0, 1}
 
 
 @pytest.mark.processes
