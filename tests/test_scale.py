@@ -18,6 +18,7 @@ from benchmarks.scale.changes import CHANGES, changes, slope
 from benchmarks.scale.members import measure_groups
 from benchmarks.scale.model import Group, Network, StoreCost
 from benchmarks.scale.page import _PARTS, PAGE, RESULT, page
+from benchmarks.scale.picture import draw_scale
 from benchmarks.scale.rows import _LIMITS, checks, constants_of, limits
 from benchmarks.scale.simulated import SLOTS, SimulatedJob
 from benchmarks.scale.store_cost import measure_store
@@ -309,6 +310,11 @@ def test_the_command_makes_a_row_for_each_network_and_number_of_workers(monkeypa
     ]
     keys = "workers network small_reduction_us regroup_ms transfer_ms decision_ms store_ops_per_s"
     assert set(keys.split()) <= set(result["rows"][0])
+    text = page(path)
+    assert text.count("\n## ") == 5
+    assert "decisions with 64 workers" in text
+    draw_scale(result["rows"], path=tmp_path / "scale.png")
+    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_part_that_may_break_has_its_words():

@@ -55,7 +55,7 @@ def measured(*, quick: bool) -> dict[str, Any]:
     before = os.getloadavg()[0]
     groups = measure_groups(
         _QUICK_GROUPS if quick else _GROUPS,
-        rounds=2 if quick else 7,
+        rounds=2 if quick else 5,
         sums=20 if quick else 200,
         state_bytes=4_000_000 if quick else 40_000_000,
     )

@@ -33,7 +33,7 @@ _HEAD = (
     "machine, so read them to one digit, and as an order of magnitude for networks."
 )
 _COMMAND = "`python -m benchmarks.scale --json benchmarks/results/scale.json`"
-_SHOWN = 1000
+_MOST_SHOWN = 1000
 _PARTS = {
     "small_reduction": (
         "a step's small sum, ms",
@@ -162,29 +162,30 @@ def _breaking(found: Row) -> str:
 
 
 def _decided(found: Row) -> str:
+    shown = max(n for row in found["decisions"] if (n := row["workers"]) <= _MOST_SHOWN)
     growth = {row["change"]: row for row in found["growth"]}
     rows = [
         [
             row["change"],
             _short(row["decide_ms"]),
-            growth[row["change"]]["decide_ms"],
+            growth.get(row["change"], {}).get("decide_ms", "-"),
             _short(row["settle_ms"]),
-            growth[row["change"]]["settle_ms"],
+            growth.get(row["change"], {}).get("settle_ms", "-"),
             row["generation_bytes"],
             row["store_round_trips"],
             row["store_bytes"],
         ]
         for row in found["decisions"]
-        if row["workers"] == _SHOWN and row["change"] != "none"
+        if row["workers"] == shown and row["change"] != "none"
     ]
     idle = next(
-        row for row in found["decisions"] if row["workers"] == _SHOWN and row["change"] == "none"
+        row for row in found["decisions"] if row["workers"] == shown and row["change"] == "none"
     )
     head = ["change", "decided, ms", "grows as N^", "all in, ms", "grows as N^"]
     head += ["generation, bytes", "store requests", "store bytes"]
     return "\n\n".join(
         [
-            f"## The launcher's decisions with {_SHOWN} workers",
+            f"## The launcher's decisions with {shown} workers",
             "Processor time of the launcher until the new generation is published, and from then "
             "until it knows that all members have entered; the requests are the launcher's.",
             table(head, rows),
