@@ -16,6 +16,7 @@ from elastane.cli import main
 from elastane.errors import ArgumentError, StateError
 from elastane.launch.clock import AwakeClock
 from elastane.launch.console import Console
+from elastane.launch.desk import Desk
 from elastane.launch.facts import restart_delay_s
 from elastane.launch.folder import (
     LauncherRecord,
@@ -31,7 +32,7 @@ from elastane.launch.folder import (
 )
 from elastane.launch.link import JOB_KEY, connect, parse_address, serve
 from elastane.launch.slots import Ended, Slots
-from elastane.protocol import Generation
+from elastane.protocol import Beat, Generation, beat_key, heartbeat_key
 
 LIMIT_S = 30.0
 
@@ -398,3 +399,31 @@ def test_the_supervisor_imports_no_training_code():
     )
 
     assert shown.stdout == "[]\n"
+
+
+def test_a_desk_reads_many_beats_and_waits_for_none_that_is_missing():
+    server = serve(0)
+    with Desk(f"127.0.0.1:{server.port}", say=print) as desk:
+        assert desk.beats([1, 2]) == {}
+        assert desk.heartbeats(["here", "there"]) == {}
+
+        beats = {worker: Beat(count=worker, step=3) for worker in range(1, 1_200)}
+        for worker, beat in beats.items():
+            server.set(beat_key(worker), beat.to_json())
+        server.add(heartbeat_key("there"), 4)
+
+        assert desk.beats([5_000, *beats]) == beats
+        assert desk.heartbeats(["here", "there"]) == {"there": 4}
+
+
+def test_a_desk_passes_a_beat_over_that_is_none_and_takes_the_next_one():
+    server, said = serve(0), []
+    with Desk(f"127.0.0.1:{server.port}", say=said.append) as desk:
+        server.set(beat_key(1), "no beat")
+        assert desk.beats([1]) == {}
+        assert desk.beats([1]) == {}
+        server.set(beat_key(1), Beat(count=7).to_json())
+        assert desk.beats([1]) == {1: Beat(count=7)}
+        server.set(beat_key(1), Beat(count=8).to_json())
+        assert desk.beats([1]) == {1: Beat(count=8)}
+    assert len(said) == 1

@@ -173,11 +173,12 @@ def _hang(worker: Worker, *, now: Generation, rules: Rules, time: float) -> Why 
 
 def _candidates(now: Generation, roster: Roster, *, rules: Rules, time: float) -> Sequence[int]:
     """Return who can enter at once, oldest first."""
+    members = frozenset(now.members)
     fit = [
         w.worker
         for w in roster.workers.values()
         if w.ready
-        and w.worker not in now.members
+        and w.worker not in members
         and not (w.exited or w.leaving or w.dismissed or w.done or w.ended is not None)
         and time - w.heard <= rules.fresh_s
         and _is_open(roster, w.agent, rules=rules, time=time)
@@ -320,7 +321,7 @@ def _wind_up(
 ) -> Decision | None:
     """After the end of training: only who has not reached it may have to meet again."""
     late = tuple(w for w in present if not roster.workers[w].done)
-    done = tuple(w for w in present if w not in late)
+    done = tuple(w for w in present if roster.workers[w].done)
     if not late:
         return None
     if not losses:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from typing import Any, ClassVar, Self
 
 __all__ = [
@@ -105,9 +106,9 @@ class Message:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
         """Return the message of these values; lists become tuples."""
-        own = {one.name for one in fields(cls)}
+        own = _field_names(cls)
         given = {name: value for name, value in values.items() if name != "kind"}
-        if set(given) - own:
+        if not own.issuperset(given):
             raise ValueError(f"unknown fields {sorted(set(given) - own)} in a {cls.kind} message")
         return cls(**{n: tuple(v) if isinstance(v, list) else v for n, v in given.items()})
 
@@ -115,6 +116,11 @@ class Message:
     def from_json(cls, text: str | bytes) -> Self:
         """Return the message that `to_json` wrote."""
         return cls.from_mapping(json.loads(text))
+
+
+@cache
+def _field_names(message: type[Message]) -> frozenset[str]:
+    return frozenset(one.name for one in fields(message))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

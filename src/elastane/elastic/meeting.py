@@ -21,6 +21,7 @@ from elastane.protocol import Generation
 __all__ = ["Arrival", "Meetings", "Superseded", "meet", "participants"]
 
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.01
+_WAIT_PER_MEMBER_S = 0.0001  # all together ask the store at most 10,000 times a second
 
 
 class Superseded(CommunicationError):
@@ -47,8 +48,8 @@ def meet(
     members: Sequence[int],
     arrival: Arrival,
     is_superseded: Callable[[], bool],
-) -> dict[int, Arrival]:
-    """Wait for all members of a generation; return how each has come.
+) -> tuple[int, ...]:
+    """Wait for all members of a generation; return who opens a group.
 
     Args:
         store: reaches the job's.
@@ -67,12 +68,17 @@ def meet(
     try:
         reached = store()
         reached.set(f"{meeting}/{worker}", arrival)
+        if arrival is Arrival.EVALUATING:
+            reached.add(f"{meeting}/evaluating", 1)
         all_came = _wait_for_all(reached, meeting, num=len(members), is_superseded=is_superseded)
         # The first to say so decides for all: else some would open the group, and wait for others.
         outcome = reached.compare_set(f"{meeting}/outcome", "", "met" if all_came else "given up")
         if outcome == b"met":
+            if not reached.add(f"{meeting}/evaluating", 0):
+                return tuple(members)  # to read how each came would be N keys for each of N
             found = reached.multi_get([f"{meeting}/{member}" for member in members])
-            return {m: Arrival(text.decode()) for m, text in zip(members, found, strict=True)}
+            come = zip(members, found, strict=True)
+            return participants({member: Arrival(text.decode()) for member, text in come})
     except (OSError, RuntimeError) as error:
         raise CommunicationError(f"the store is gone, {error}") from error
     raise Superseded
@@ -83,10 +89,10 @@ def _wait_for_all(
 ) -> bool:
     """Say that one more is there; return whether all came before the meeting became idle."""
     present = store.add(meeting, 1)
-    wait_s = _SHORTEST_WAIT_S
+    wait_s, longest_s = _SHORTEST_WAIT_S, max(_LONGEST_WAIT_S, num * _WAIT_PER_MEMBER_S)
     while present < num and not is_superseded():
         time.sleep(wait_s)
-        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        wait_s = min(2 * wait_s, longest_s)
         present = store.add(meeting, 0)
     return present >= num
 
@@ -156,15 +162,13 @@ class Meetings:
         taking_part: tuple[int, ...] = ()
         while self._worker not in taking_part:
             self.number += 1
-            taking_part = participants(
-                meet(
-                    self._link.store,
-                    generation=generation.number,
-                    number=self.number,
-                    worker=self._worker,
-                    members=generation.members,
-                    arrival=arrival,
-                    is_superseded=lambda: self._link.history.newest.number > generation.number,
-                )
+            taking_part = meet(
+                self._link.store,
+                generation=generation.number,
+                number=self.number,
+                worker=self._worker,
+                members=generation.members,
+                arrival=arrival,
+                is_superseded=lambda: self._link.history.newest.number > generation.number,
             )
         return taking_part

@@ -84,6 +84,7 @@ def open_beside(
 def _connect(store: Store, *, world: World) -> tuple[Store, dist.ProcessGroupGloo]:
     limit = _TIME_LIMIT if can_break() else _TIME_LIMIT_UNBREAKABLE
     own = PrefixStore("gloo", store)
+    own.set_timeout(limit)  # gloo may read all addresses at once, and waits with the client's limit
     return store, dist.ProcessGroupGloo(own, world.rank, world.world_size, limit)
 
 

@@ -24,9 +24,11 @@ from elastane.membership import name_workers
 from elastane.protocol import Draining, EndAgent, Generation, Hello, Message, Ready
 from elastane.roster import Rules
 
-__all__ = ["Coordinator"]
+__all__ = ["TICK_S", "Coordinator"]
 
-_TICK_S = 0.05
+TICK_S = 0.05
+"""Seconds after which the coordinator decides anew though nothing came in."""
+
 _GATHER_S = 0.02
 _ADOPT_S = 3.0
 _FAREWELL_S = 3.0
@@ -124,7 +126,7 @@ class Coordinator:
             if self._job.record.agents:
                 self._adopt()
             while self._job.verdict is None:
-                self._take(_TICK_S)
+                self._take(TICK_S)
                 self._job.look()
                 self._job.act()
         except Exception:
@@ -160,13 +162,13 @@ class Coordinator:
             self._desk.order(agent, EndAgent(grace_s=grace_s, code=code))
         deadline = time.monotonic() + _FAREWELL_S + grace_s
         while others - self._farewells and time.monotonic() < deadline:
-            self._take(_TICK_S)
+            self._take(TICK_S)
 
     def _adopt(self) -> None:
         """Meet the workers that outlived an earlier launcher, and take up its generation."""
         deadline = time.monotonic() + _ADOPT_S
         while time.monotonic() < deadline and not self._has_met_all():
-            item = self._desk.next_item(_TICK_S)
+            item = self._desk.next_item(TICK_S)
             if isinstance(item, Hello):
                 told = Generation.from_mapping(item.generation)
                 self._job.now = max(self._job.now, told, key=lambda one: one.number)

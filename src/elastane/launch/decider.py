@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,10 @@ from elastane.protocol import (
 )
 from elastane.roster import Roster, Rules, is_lost, places_of
 
-__all__ = ["Decider"]
+__all__ = ["LOOK_S", "Decider"]
 
-_LOOK_S = 0.1
+LOOK_S = 0.1
+"""Seconds between two looks at all beats."""
 
 
 class Decider:
@@ -54,6 +55,7 @@ class Decider:
         record: what an earlier launcher left in the folder, or a fresh record.
         rules: what the job keeps to.
         say: shows a message.
+        clock: tells seconds; by default those in which this process was awake.
 
     Attributes:
         now: the newest generation.
@@ -70,12 +72,13 @@ class Decider:
         record: LauncherRecord,
         rules: Rules,
         say: Callable[[str], None],
+        clock: AwakeClock | None = None,
     ) -> None:
         self._desk = desk
         self._run_dir = run_dir
         self._rules = rules
         self._say = say
-        self._clock = AwakeClock()
+        self._clock = clock or AwakeClock()
         self._next_look = 0.0
         self.record = record
         self.now = newest_generation(run_dir)
@@ -106,7 +109,7 @@ class Decider:
         now = self._clock.now()
         if now < self._next_look:
             return
-        self._next_look = now + _LOOK_S
+        self._next_look = now + LOOK_S
         counts = self._desk.heartbeats(self.roster.agents)
         self.roster = facts.hear_agents(self.roster, counts, time=now)
         speaking = [w.worker for w in self.roster.workers.values() if w.spoke and not w.exited]
@@ -124,8 +127,7 @@ class Decider:
             return
         if may_restart(self.roster, **known):
             self._restart()
-        for order in staff(self.now, self.roster, **known):
-            self._order(order)
+        self._carry_out(staff(self.now, self.roster, **known))
         self.roster = facts.forget(self.roster, now=self.now)
 
     def stop(self) -> None:
@@ -192,18 +194,26 @@ class Decider:
             f"under torchrun: all workers start anew (attempt {self.roster.attempt})"
         )
 
-    def _order(self, order: Start | End | Release) -> None:
-        worker, attempt = self.record.worker_ids + 1, self.roster.attempt
+    def _carry_out(self, orders: Sequence[Start | End | Release]) -> None:
+        """Give orders; the ids of all workers to start are noted first, and in one go."""
+        attempt, last = self.roster.attempt, self.record.worker_ids
+        ids = iter(range(last + 1, last + 1 + len(orders)))
+        starts = sum(isinstance(order, Start) for order in orders)
+        if starts:
+            self._keep(worker_ids=last + starts, attempt=attempt)
+            self._desk.note_workers(last + starts, attempt=attempt)
+        for order in orders:
+            self._order(order, worker=next(ids) if isinstance(order, Start) else 0)
+
+    def _order(self, order: Start | End | Release, *, worker: int) -> None:
         self.roster = ordered(self.roster, order, worker=worker, time=self._clock.now())
         match order:
             case Start():
-                self._keep(worker_ids=worker, attempt=attempt)
-                self._desk.note_worker(worker, attempt=attempt)
                 start = StartWorker(
                     worker=worker,
                     slot=order.slot,
                     expected_workers=order.expected_workers,
-                    attempt=attempt,
+                    attempt=self.roster.attempt,
                     rank=order.rank,
                 )
                 self._desk.order(order.agent, start)

@@ -81,6 +81,8 @@ def hear_workers(roster: Roster, beats: Mapping[int, Beat], *, time: float) -> R
         late = beat.generation == newest > 0 and beat.arrived < furthest and not beat.paused
         moved = beat.arrived != worker.beat.arrived or worker.behind is None
         behind = (time if moved else worker.behind) if late else None
+        if behind == worker.behind and beat == worker.beat:
+            continue
         last = time if beat.count != worker.beat.count else worker.heard
         workers[number] = replace(worker, beat=beat, heard=last, behind=behind)
     best = max(roster.best_step, *(beat.step for beat in heard.values()))
@@ -104,15 +106,17 @@ def hear_agents(roster: Roster, counts: Mapping[str, int], *, time: float) -> Ro
 def publish(roster: Roster, generation: Generation, *, time: float) -> Roster:
     """Return the roster after a generation was published."""
     workers = dict(roster.workers)
-    for number, worker in roster.workers.items():
-        if number in generation.members:
-            worker = replace(worker, enrolled=generation.number, behind=None)
-        if number in generation.dismissed:
-            worker = replace(worker, dismissed=generation.number)
-        if number in generation.lost:
-            evicted = None if worker.exited else time
-            worker = replace(worker, lost=generation.number, ready=False, evicted=evicted)
-        workers[number] = worker
+    for number in generation.members:
+        if number in workers:
+            workers[number] = replace(workers[number], enrolled=generation.number, behind=None)
+    for number in generation.dismissed:
+        if number in workers:
+            workers[number] = replace(workers[number], dismissed=generation.number)
+    for number in generation.lost:
+        if number in workers:
+            evicted = None if workers[number].exited else time
+            lost = {"lost": generation.number, "ready": False, "evicted": evicted}
+            workers[number] = replace(workers[number], **lost)
     changed: dict[str, Any] = {"workers": workers, "published": time, "broken": None}
     changed["settled"] = None if generation.members else time
     if generation.cause == "broken":
@@ -144,11 +148,11 @@ def forget(roster: Roster, *, now: Generation) -> Roster:
     """Return the roster without ended workers of whom everybody has heard."""
     if roster.settled is None or roster.over or not roster.spoke:
         return roster
-    kept = {
-        number: worker
-        for number, worker in roster.workers.items()
-        if not worker.exited or number in now.members
-    }
+    ended = {number for number, worker in roster.workers.items() if worker.exited}
+    heard_of = ended.difference(now.members)
+    if not heard_of:
+        return roster
+    kept = {n: worker for n, worker in roster.workers.items() if n not in heard_of}
     return replace(roster, workers=kept)
 
 
@@ -200,10 +204,20 @@ def _hello(roster: Roster, fact: Hello, *, time: float) -> Roster:
 
 def _entered(roster: Roster, fact: Entered, *, now: Generation, time: float) -> Roster:
     changed = _update(roster, fact.worker, heard=time, entered=fact.generation)
-    present = [changed.workers[w] for w in now.members if is_present(changed, w)]
-    everybody = bool(present) and all(worker.entered >= now.number for worker in present)
-    settled = time if everybody and roster.settled is None else roster.settled
+    settled = roster.settled
+    if settled is None and _all_entered(changed, now):
+        settled = time
     return replace(changed, settled=settled, best_step=max(roster.best_step, fact.step))
+
+
+def _all_entered(roster: Roster, now: Generation) -> bool:
+    """Return whether all live members have entered, and there is one."""
+    workers = roster.workers
+    waited_for = any(
+        w in workers and not workers[w].exited and workers[w].entered < now.number
+        for w in now.members
+    )
+    return not waited_for and any(is_present(roster, w) for w in now.members)
 
 
 def _broken(roster: Roster, fact: Broken, *, now: Generation, time: float) -> Roster:

@@ -43,9 +43,10 @@ from elastane.launch.rendezvous import AgentLine
 from elastane.launch.slots import Slots, born_of
 from elastane.protocol import EndAgent
 
-__all__ = ["join_job", "parse_workers", "run_job"]
+__all__ = ["HEARTBEATS_A_LIMIT", "join_job", "parse_workers", "run_job"]
 
-_HEARTBEATS_A_LIMIT = 6
+HEARTBEATS_A_LIMIT = 6
+"""Heartbeats of a machine in the time after which its silence counts as its loss."""
 _END_GRACE_S = 5.0
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -173,7 +174,7 @@ def _agent(
         AgentLine(
             agent=name,
             address=address,
-            heartbeat_s=job.heartbeat_limit_s / _HEARTBEATS_A_LIMIT,
+            heartbeat_s=job.heartbeat_limit_s / HEARTBEATS_A_LIMIT,
             orphan_limit_s=job.orphan_limit_s,
             on_event=slots.wake,
         ) as line,

@@ -22,6 +22,7 @@ def report(
     """Return the state of a job as plain values; `None` where nothing is known."""
     first = roster.workers.get(now.members[0]) if now.members else None
     numbers = {} if first is None else first.beat.status
+    ranks = {worker: rank for rank, worker in enumerate(now.members)}
     return {
         "state": _state(now, roster, rules=rules, verdict=verdict, time=time),
         "generation": now.number,
@@ -30,7 +31,11 @@ def report(
         "min_workers": rules.min_workers,
         "max_workers": rules.max_workers,
         "target": roster.target,
-        "workers": [_row(w, now=now) for w in roster.workers.values() if not w.exited],
+        "workers": [
+            _row(w, rank=ranks.get(w.worker), now=now)
+            for w in roster.workers.values()
+            if not w.exited
+        ],
         "step": None if first is None else first.beat.step,
         **{name: numbers.get(name) for name in _NUMBERS},
         "last_change": _last_change(now, roster),
@@ -51,15 +56,15 @@ def _state(
     return "running" if alone and not roster.spoke else "starting"
 
 
-def _row(worker: Worker, *, now: Generation) -> dict[str, Any]:
-    is_member = worker.worker in now.members
+def _row(worker: Worker, *, rank: int | None, now: Generation) -> dict[str, Any]:
+    is_member = rank is not None
     return {
         "worker": worker.worker,
         "agent": worker.agent,
         "host": worker.host,
         "slot": worker.slot,
         "pid": worker.pid or None,
-        "rank": now.members.index(worker.worker) if is_member else None,
+        "rank": rank,
         "state": _worker_state(worker, is_member=is_member, now=now),
         "step": worker.beat.step if is_member else None,
     }

@@ -79,13 +79,17 @@ def ordered(roster: Roster, order: Start | End | Release, *, worker: int, time: 
 
 def _ends(now: Generation, roster: Roster, *, rules: Rules, time: float) -> list[End]:
     live = [w for w in roster.workers.values() if not w.exited and w.ended is None]
+    members = frozenset(now.members)
     ends = {}
     for worker in live:
-        grace_s = _reason_to_end(worker, now=now, roster=roster, rules=rules, time=time)
+        is_member = worker.worker in members
+        grace_s = _reason_to_end(
+            worker, is_member=is_member, now=now, roster=roster, rules=rules, time=time
+        )
         if grace_s is not None:
             ends[worker.worker] = grace_s
     employed = [w for w in live if w.worker not in ends and _is_employed(w, roster)]
-    spare = [w for w in employed if w.worker not in now.members]
+    spare = [w for w in employed if w.worker not in members]
     surplus = max(len(employed) - roster.target - rules.standby, 0) if roster.spoke else 0
     for worker in sorted(spare, key=lambda w: (w.evicted is None, -w.worker))[:surplus]:
         ends[worker.worker] = _END_GRACE_S
@@ -93,10 +97,15 @@ def _ends(now: Generation, roster: Roster, *, rules: Rules, time: float) -> list
 
 
 def _reason_to_end(
-    worker: Worker, *, now: Generation, roster: Roster, rules: Rules, time: float
+    worker: Worker,
+    *,
+    is_member: bool,
+    now: Generation,
+    roster: Roster,
+    rules: Rules,
+    time: float,
 ) -> float | None:
     """Return the grace with which a worker is to be ended, or `None`."""
-    is_member = worker.worker in now.members
     settled = time if roster.settled is None else roster.settled
     alone = not now.members
     grace_s = rules.stop_grace_s if alone else rules.leave_grace_s
