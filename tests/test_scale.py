@@ -15,14 +15,13 @@ from click.testing import CliRunner
 from benchmarks.scale import __main__ as scale
 from benchmarks.scale import model
 from benchmarks.scale.changes import CHANGES, changes, slope
-from benchmarks.scale.members import measure_groups
+from benchmarks.scale.members import SHORT_ADDRESSES, measure_groups
 from benchmarks.scale.model import Group, Network, StoreCost
 from benchmarks.scale.page import _PARTS, PAGE, RESULT, page
 from benchmarks.scale.picture import draw_scale
 from benchmarks.scale.rows import _LIMITS, checks, constants_of, limits
 from benchmarks.scale.simulated import SLOTS, SimulatedJob
 from benchmarks.scale.store_cost import measure_store
-from elastane._env import worker_defaults
 from elastane.batching import World
 from elastane.elastic.opening import open_beside
 from elastane.launch.link import connect, serve
@@ -220,15 +219,14 @@ def opened_by(num):
     return stores[0].asked, stores[0].written
 
 
-def test_gloo_reads_all_addresses_one_by_one_unless_it_is_told_as_our_workers_are(monkeypatch):
-    names = [name for name in worker_defaults() if name.startswith("GLOO")]
-    for name in names:
+def test_gloo_reads_all_addresses_one_by_one_unless_it_is_told(monkeypatch):
+    for name in SHORT_ADDRESSES:
         monkeypatch.delenv(name, raising=False)
     asked, long = opened_by(3)
     assert asked == Counter(wait=3, get=3)
 
-    for name in names:
-        monkeypatch.setenv(name, worker_defaults()[name])
+    for name, value in SHORT_ADDRESSES.items():
+        monkeypatch.setenv(name, value)
     asked, short = opened_by(3)
     assert asked == Counter(multi_get=1)
     assert long - short == 3 * 8
@@ -237,7 +235,7 @@ def test_gloo_reads_all_addresses_one_by_one_unless_it_is_told_as_our_workers_ar
 def test_a_member_that_comes_late_is_waited_for_beyond_the_time_limit_of_a_stores_client(
     monkeypatch,
 ):
-    for name, value in worker_defaults().items():
+    for name, value in SHORT_ADDRESSES.items():
         monkeypatch.setenv(name, value)
     server, groups = serve(0), {}
     clients = [connect(f"127.0.0.1:{server.port}") for _ in range(2)]

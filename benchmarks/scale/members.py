@@ -21,17 +21,22 @@ from benchmarks.processes import run_together
 from benchmarks.scale.forked import CONTEXT
 from benchmarks.scale.store_cost import store_process
 from elastane._compat import PrefixStore
-from elastane._env import worker_defaults
 from elastane.batching import World
 from elastane.elastic.opening import open_beside
 from elastane.elastic.transfer import receive_state, send_state
 from elastane.launch.link import Store, connect
 from elastane.peers import Breaker, Peers
 
-__all__ = ["VECTOR_LENGTH", "measure_groups"]
+__all__ = ["SHORT_ADDRESSES", "VECTOR_LENGTH", "measure_groups"]
 
 VECTOR_LENGTH = 5
 """Float64 numbers of a step's small reduction with one group of parameters."""
+SHORT_ADDRESSES = {
+    "GLOO_ENABLE_STORE_V2_API": "1",
+    "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1",
+}
+"""Gloo's members find each other by one short value each, read many at a time; without it a value
+holds a number for each other member, and all read all of them one by one."""
 _LIMIT_S = 120.0
 _CPU = torch.device("cpu")
 
@@ -49,8 +54,8 @@ def measure_groups(
 
     Returns:
         Rows; times from the last member's start to the last member's end, and the processor time
-        of all members together. `opening_by_default_ms` is without what `elastane run` sets for
-        gloo, in groups that take turns with the others.
+        of all members together. `opening_by_default_ms` is without `SHORT_ADDRESSES`,
+        in groups that take turns with the others.
     """
     found: dict[int, list[list[dict[str, float]]]] = {size: [] for size in sizes}
     plain: dict[int, list[float]] = {size: [] for size in sizes}
@@ -59,7 +64,7 @@ def measure_groups(
             for size in sizes:
                 prefix = f"group/{number}/{size}"
                 found[size].append(
-                    _round(store.address, prefix, size, sums, state_bytes, worker_defaults())
+                    _round(store.address, prefix, size, sums, state_bytes, SHORT_ADDRESSES)
                 )
                 one_by_one = _round(store.address, f"{prefix}/plain", size, 1, 0, {})
                 plain[size].append(_opening_ms(one_by_one))

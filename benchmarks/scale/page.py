@@ -43,12 +43,12 @@ _PARTS = {
     ),
     "store_of_regroup_by_default": (
         "the store's part of a regroup as gloo does it by itself, ms",
-        "`elastane run` has gloo read the others' addresses many at a time, and short ones: the "
-        "row below. In scripts without it `GLOO_ENABLE_STORE_V2_API=1` and "
-        "`GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER=1` do, on all workers alike.",
+        "`GLOO_ENABLE_STORE_V2_API=1` and `GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER=1` in the environment "
+        "of `elastane run`, on all machines alike, have gloo read the others' addresses many at a "
+        "time, and short ones: the row below. elastane does not set them by itself.",
     ),
     "store_of_regroup": (
-        "the store's part of a regroup, ms",
+        "the store's part of a regroup with short addresses, ms",
         "Still each of N members reads N addresses. A member needs only its neighbours in the "
         "ring: `TORCH_GLOO_LAZY_INIT=1` connects when it first sends, but breaking a group that "
         "blocks relies on knowing its sockets, so elastane does not use it yet.",
@@ -58,7 +58,7 @@ _PARTS = {
         "As above: connections to neighbours only, or a group of one worker a machine.",
     ),
     "regroup": (
-        "a whole regroup without copying state, ms",
+        "a whole regroup without copying state, with short addresses, ms",
         "Its largest part decides: see there.",
     ),
     "launcher": (

@@ -99,14 +99,7 @@ def worker_defaults() -> dict[str, str]:
     """Return what a worker's environment holds unless it is set already.
 
     One OpenMP thread, as under torchrun. And no C++ warnings: torch writes a page of them whenever
-    a connection ends that an elastic job ends on purpose. And gloo's members find each other by
-    one short value each, read many at a time; else a member's value holds a number for each other
-    one, and all read all of them one by one. It has to be the same on all workers.
+    a connection ends that an elastic job ends on purpose.
     """
-    defaults = {
-        "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "GLOO_ENABLE_STORE_V2_API": "1",
-        "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1",
-    }
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
