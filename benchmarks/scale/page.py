@@ -43,9 +43,9 @@ _PARTS = {
     ),
     "store_of_regroup_by_default": (
         "the store's part of a regroup as gloo does it by itself, ms",
-        "`GLOO_ENABLE_STORE_V2_API=1` and `GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER=1` in the environment "
-        "of `elastane run`, on all machines alike, have gloo read the others' addresses many at a "
-        "time, and short ones: the row below. elastane does not set them by itself.",
+        "`GLOO_ENABLE_STORE_V2_API=1` and `GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER=1` in the "
+        "environment of `elastane run`, on all machines alike, have gloo read the others' "
+        "addresses many at a time, and short ones: the row below. elastane does not set them.",
     ),
     "store_of_regroup": (
         "the store's part of a regroup with short addresses, ms",
