@@ -14,13 +14,23 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from elastane.batching import GlobalBatch, LocalBatch, World
+from elastane.collation import batchwise
 from elastane.data import LoaderOptions, StreamLoader
 from elastane.errors import ArgumentError, UnsupportedError, UsageError
 from elastane.feed import Feed
 from elastane.order import stream_indices
+from elastane.planning import plan_step
 
 always = partial(settings, derandomize=True, deadline=None, database=None)
 
@@ -131,6 +141,33 @@ def test_endless_ranges_are_read_as_far_as_asked():
     assert indices(iterator, 5) == wanted([(i, i + 3) for i in range(0, 15, 3)], size=7)
 
 
+def test_where_the_next_range_cannot_be_had_those_before_it_come_first():
+    def ends():
+        yield from [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)]
+        raise RuntimeError("no more of them")
+
+    iterator = loader_of(Squares(20), shuffle=False).read(ends())
+    assert indices(iterator, 5) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    with pytest.raises(RuntimeError, match="no more of them"):
+        next(iterator)
+
+
+def test_few_ranges_are_dealt_ahead_at_first_and_never_many():
+    taken = []
+
+    def counted():
+        for start in range(0, 10**6, 3):
+            taken.append(start)
+            yield start, start + 3
+
+    iterator = loader_of(Squares(100)).read(counted())
+    next(iterator)
+    assert len(taken) == 1
+    for number in range(1_000):
+        next(iterator)
+        assert len(taken) <= min(2 * number + 3, number + 2 + 256)
+
+
 def test_batches_are_collated_as_the_user_says():
     loader = loader_of(Squares(9), shuffle=False, collate_fn=lambda samples: samples[::-1])
     assert list(loader.read([(2, 4)])) == [[(3, 9.0), (2, 4.0)]]
@@ -142,6 +179,93 @@ def test_any_sized_sequence_is_a_dataset():
     assert [column.tolist() for column in batch] == [[4, 5, 0, 1], [8, 10, 0, 2]]
     (batch,) = loader_of(["a", "b", "c"], shuffle=False).read([(1, 3)])
     assert batch == ["b", "c"]
+
+
+def same(found, wanted):
+    assert type(found) is type(wanted)
+    if isinstance(wanted, torch.Tensor):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        same(list(found.values()), list(wanted.values()))
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            same(one, other)
+    else:
+        assert found == wanted
+
+
+class InOneGo(Squares):
+    """Samples can be had by several."""
+
+    def __getitems__(self, places):
+        return [(place, float(place**2), "all at once") for place in places]
+
+
+TENSORS = TensorDataset(
+    torch.randn(12, 3, 2).transpose(1, 2),
+    torch.arange(12, dtype=torch.int16),
+    torch.randn(12, 2, dtype=torch.complex64),
+    torch.arange(12) % 2 == 0,
+    torch.empty(12, 0, dtype=torch.bfloat16),
+)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TENSORS,
+        TensorDataset(torch.arange(12.0)),
+        Subset(TENSORS, [3, 1, 4, 5, 9, 2, 6, 0]),
+        Squares(12),
+        InOneGo(12),
+        [{"text": "a", "number": 1}, {"text": "b", "number": 2}],
+    ],
+    ids=["tensors", "one tensor", "subset", "own", "several at once", "mappings"],
+)
+@pytest.mark.parametrize(
+    "num_workers", [0, pytest.param(1, marks=pytest.mark.processes)], ids=["here", "process"]
+)
+@pytest.mark.usefixtures("no_process_left")
+def test_batches_are_those_of_a_plain_data_loader(dataset, num_workers):
+    loader = loader_of(dataset, num_workers=num_workers)
+    batches = wanted(RANGES, size=len(dataset), seed=0)
+    plain = DataLoader(dataset, batch_sampler=batches)
+    for found, expected in zip(loader.read(RANGES), plain, strict=True):
+        same(found, expected)
+    loader.close()
+
+
+def test_rows_of_tensors_are_taken_at_once_and_only_where_nobody_would_see():
+    class Augmented(TensorDataset):
+        """What it gives is no row."""
+
+    assert batchwise(TENSORS, None)[0] is not TENSORS
+    assert batchwise(TENSORS, default_collate) == (TENSORS, default_collate)
+    for other in (
+        Augmented(*TENSORS.tensors),
+        Squares(12),
+        TensorDataset(torch.nn.Parameter(torch.zeros(4))),
+        TensorDataset(torch.eye(4).to_sparse()),
+    ):
+        assert batchwise(other, None) == (other, None)
+
+
+def test_collation_that_the_user_has_changed_is_kept_to(monkeypatch):
+    def count(batch, *, collate_fn_map):  # noqa: ARG001
+        return len(batch)
+
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, count)
+    assert list(loader_of(TENSORS).read([(0, 3)])) == [[3] * 5]
+
+
+def test_gradients_reach_tensors_that_are_a_dataset():
+    rows = torch.zeros(5, 2, requires_grad=True)
+    (batch,) = loader_of(TensorDataset(rows), shuffle=False).read([(1, 3)])
+    batch[0].sum().backward()
+    assert rows.grad[:, 0].tolist() == [0, 1, 1, 0, 0]
 
 
 def test_reading_anew_from_any_position_gives_the_same():
@@ -421,6 +545,28 @@ def test_a_window_that_was_left_in_the_middle_is_read_again_whole(num_workers):
     check_steps(seen, 23)
     assert [(a, b) for a, b, _ in seen] == [(4, 6), (6, 8), (8, 10), (10, 12)]
     feed.close()
+
+
+def test_steps_that_were_read_ahead_are_known_and_planned_anew_for_another_place(monkeypatch):
+    planned = []
+    monkeypatch.setattr(
+        "elastane.feed.plan_step",
+        lambda *given, position, **options: (
+            planned.append(position) or plan_step(*given, position=position, **options)
+        ),
+    )
+    feed = feed_of(policy=LocalBatch(2), world_size=2)
+    planned.clear()
+    _, position = feed_steps(feed, 0, 40)
+    assert len(planned) - len(set(planned)) == 6  # the first of 1, 2, 4, 8, 16, 32 that are dealt
+    ahead = feed.plan(position)
+    assert feed.plan(position) is ahead
+    feed.reset(World(rank=1, world_size=2))
+    other = feed.plan(position)
+    assert other.micro_batches[0].start == ahead.micro_batches[0].stop
+    seen, _ = feed_steps(feed, position, 2)
+    check_steps(seen, 23)
+    assert seen[0][0] == other.micro_batches[0].start
 
 
 def test_the_feeds_of_all_workers_together_see_each_sample_once():

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elastane.errors import CommunicationError, UnsupportedError, UsageError
-from elastane.gradients import GradientTap
+from elastane.gradients import GradientTap, as_vector
 from elastane.noise import MomentAverage, Moments, estimate_moments, gain, total_moments
 from elastane.peers import Peers
 from elastane.replica import wrap
@@ -806,3 +806,10 @@ def test_a_communication_error_is_raised_by_settle_and_never_in_backward(
                 tap.settle()
     measurement = run_window(tap, wrapper, batches, weights=[2, 1])
     check(measurement, model, expected(model, batches, weights=[2, 1], groups=groups))
+
+
+def test_numbers_and_scalars_of_the_device_make_one_vector_of_doubles():
+    values = [1.5, torch.tensor(2.5), torch.tensor(True), 3, torch.tensor([-4.0]), 5.0, 6.0]
+    vector = as_vector(values, torch.device("cpu"))
+    assert vector.dtype == torch.float64
+    assert vector.tolist() == [1.5, 2.5, 1.0, 3.0, -4.0, 5.0, 6.0]

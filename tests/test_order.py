@@ -36,6 +36,10 @@ large_sizes = st.integers(permutation._SORT_MAX_SAMPLES + 1, 20_000)
 # The permutation
 
 
+def places_below(num_samples):
+    return np.arange(num_samples, dtype=np.uint64)
+
+
 @always(max_examples=150)
 @given(
     num_samples=st.one_of(st.integers(1, 20), small_sizes, large_sizes), seed=seeds, epoch=epochs
@@ -50,7 +54,7 @@ def test_every_epoch_is_a_permutation_of_the_dataset(num_samples, seed, epoch):
 @given(num_samples=st.integers(1, 1000), seed=seeds, epoch=epochs)
 def test_the_feistel_network_is_a_permutation_on_small_domains_too(num_samples, seed, epoch):
     keys = permutation._round_keys(seed, epoch)
-    indices = permutation._feistel_range(0, num_samples, num_samples=num_samples, keys=keys)
+    indices = permutation._feistel(places_below(num_samples), num_samples=num_samples, keys=keys)
     twins = [
         permutation._feistel_twin(place, num_samples=num_samples, keys=keys)
         for place in range(min(num_samples, 40))
@@ -97,6 +101,34 @@ def test_the_fast_path_does_not_depend_on_where_it_is_cut(num_samples):
     assert np.array_equal(np.concatenate(pieces), whole)
     for place in (0, permutation._BLOCK - 1, permutation._BLOCK, 2 * permutation._BLOCK, 39_999):
         assert whole[place] == permute(first + place, **options)
+
+
+@always(max_examples=150)
+@given(
+    num_samples=st.one_of(st.integers(1, 60), large_sizes, st.integers(1, 2**62)),
+    seed=seeds,
+    shuffle=st.booleans(),
+    ranges=st.lists(st.tuples(st.integers(0, 2**64), st.integers(0, 90)), min_size=1, max_size=9),
+)
+def test_ranges_dealt_at_once_are_those_dealt_one_by_one(num_samples, seed, shuffle, ranges):
+    ranges = [(start % (4 * num_samples), size) for start, size in ranges]
+    ranges = [(start, start + size) for start, size in ranges]
+    options = {"num_samples": num_samples, "seed": seed, "shuffle": shuffle}
+    at_once = order.indices_of_ranges(ranges, **options)
+    alone = [stream_indices(start, stop, **options) for start, stop in ranges]
+    assert at_once.tolist() == np.concatenate(alone).tolist()
+    if shuffle:
+        slow = [
+            permute(
+                position % num_samples,
+                num_samples=num_samples,
+                seed=seed,
+                epoch=position // num_samples,
+            )
+            for start, stop in ranges[:2]
+            for position in range(start, stop)
+        ]
+        assert at_once[: len(slow)].tolist() == slow
 
 
 def test_an_epoch_of_ten_to_the_twelve_samples_is_dealt_in_little_memory():
@@ -180,9 +212,8 @@ def sorted_orders(num_samples, draws, *, seed):
 
 def feistel_orders(num_samples, draws, *, seed, rounds=permutation._ROUNDS):
     rows = [
-        permutation._feistel_range(
-            0,
-            num_samples,
+        permutation._feistel(
+            places_below(num_samples),
             num_samples=num_samples,
             keys=permutation._round_keys(seed, epoch)[:rounds],
         )

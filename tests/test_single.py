@@ -232,6 +232,26 @@ def test_nothing_is_left_on_the_model_and_nothing_is_taken_unasked():
     assert layers.num_told == 0
 
 
+def test_layers_are_hooked_from_the_first_begin_until_they_may_rest():
+    model = seeded(MODELS["linear"][0])
+    layers = LayerNorms(model)
+
+    def are_hooked():
+        return any(module._forward_hooks for module in model.modules())
+
+    layers.begin(6)
+    assert not are_hooked()
+    with layers.watching():
+        assert not are_hooked()
+        for num_samples, hooked in ((0, False), (6, True), (0, True), (6, True)):
+            layers.begin(num_samples)
+            assert are_hooked() == hooked
+        layers.rest()
+        assert not are_hooked()
+        layers.begin(6)
+    assert not are_hooked()
+
+
 def test_values_that_are_not_finite_tell_nothing():
     _, layers = told_by(seeded(MODELS["linear"][0]), drawn(6, 4))
     assert layers.moments([math.inf, 1.0], batch_samples=6) is None

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 __all__ = [
     "FileStore",
@@ -22,6 +23,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "collates_by_stacking",
     "foreach_add_",
     "foreach_lerp_",
     "foreach_mul_",
@@ -119,6 +121,11 @@ def forget_unscaling(scaler: GradScaler, optimizer: Optimizer) -> None:
 def overlaps_with_ddp(optimizer: Optimizer) -> bool:
     """Return whether a ZeroRedundancyOptimizer steps inside DDP's backward."""
     return optimizer._overlap_with_ddp  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def collates_by_stacking() -> bool:
+    """Return whether `default_collate` stacks tensors: users may have put in something else."""
+    return default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
 
 
 def shut_down_loader(iterator: Any) -> None:

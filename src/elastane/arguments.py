@@ -164,7 +164,7 @@ def _check_parameters(optimizer: Optimizer, *, name: str, known: set[int], taken
                 way_out = "Give each parameter to one of them."
             if rule:
                 where = f"{name}.param_groups[{number}]['params'][{place}]"
-                value = f"tensor of shape {tuple(parameter.shape)}"
+                value = _shape_of(parameter)
                 raise ArgumentError(describe(where, value, rule=rule, way_out=way_out))
 
 
@@ -189,14 +189,17 @@ def check_loss(loss: object) -> None:
     if not isinstance(loss, Tensor):
         rule, way_out = "must be a tensor", "Pass what your loss function returned."
         raise ArgumentError(describe("loss", loss, rule=rule, way_out=way_out))
-    shown = f"tensor of shape {tuple(loss.shape)}"
     if loss.numel() != 1:
         rule, way_out = "must be a scalar", "Take its mean over the micro-batch."
-        raise ArgumentError(describe("loss", shown, rule=rule, way_out=way_out))
+        raise ArgumentError(describe("loss", _shape_of(loss), rule=rule, way_out=way_out))
     if not loss.requires_grad:
         rule = "has no gradient to run backward for"
         way_out = "Compute it from session.model's output, with gradients on and not detached."
-        raise ArgumentError(describe("loss", shown, rule=rule, way_out=way_out))
+        raise ArgumentError(describe("loss", _shape_of(loss), rule=rule, way_out=way_out))
+
+
+def _shape_of(tensor: Tensor) -> str:
+    return f"tensor of shape {tuple(tensor.shape)}"
 
 
 def checked_weight(weight: object) -> float:

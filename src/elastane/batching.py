@@ -224,6 +224,8 @@ def _split_into(
     start: int, stop: int, *, parts: int, min_samples: int
 ) -> Sequence[tuple[int, int]]:
     parts = min(parts, (stop - start) // min_samples) or (1 if stop > start else 0)
+    if parts == 1:
+        return [(start, stop)]
     return [order.split(start, stop, parts=parts, part=part) for part in range(parts)]
 
 

@@ -1,7 +1,7 @@
 """The elastic loader: reads ranges of the endless stream of samples from any map-style dataset.
 
-Torch's `DataLoader` does the loading. Knows nothing of batches, ranks, gradients or schedules:
-it is told ranges and reads them.
+Torch's `DataLoader` does the loading, but for the plain case. Knows nothing of batches, ranks,
+gradients or schedules: it is told ranges and reads them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from elastane import order
 from elastane._compat import shut_down_loader
+from elastane.collation import batchwise, read_here
 from elastane.errors import (
     ArgumentError,
     UnsupportedError,
@@ -29,6 +30,9 @@ from elastane.errors import (
 )
 
 __all__ = ["LoaderOptions", "StreamLoader"]
+
+_BLOCK_RANGES, _BLOCK_SAMPLES = 256, 4096
+"""Dealt at once, at most: more saves nothing."""
 
 START_METHODS = ("fork", "forkserver", "spawn")
 
@@ -96,15 +100,40 @@ class _RangeSampler(Sampler[list[int]]):
         self.ranges: Iterable[tuple[int, int]] = ()
 
     def __iter__(self) -> Iterator[list[int]]:
-        for start, stop in self.ranges:
-            indices = order.stream_indices(
-                start,
-                stop,
+        for block in _blocks(self.ranges):
+            dealt = order.indices_of_ranges(
+                block,
                 num_samples=self._num_samples,
                 seed=self._options.seed,
                 shuffle=self._options.shuffle,
-            )
-            yield indices.tolist()
+            ).tolist()
+            begin = 0
+            for start, stop in block:
+                end = begin + stop - start
+                yield dealt[begin:end]
+                begin = end
+
+
+def _blocks(ranges: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield ranges that are dealt at once: a few at first, which somebody waits for, then more.
+
+    Where the next range can't be had, those before it come first.
+    """
+    block: list[tuple[int, int]] = []
+    num_samples, most = 0, 1
+    try:
+        for start, stop in ranges:
+            block.append((start, stop))
+            num_samples += stop - start
+            if len(block) >= most or num_samples >= _BLOCK_SAMPLES:
+                yield block
+                block, num_samples, most = [], 0, min(2 * most, _BLOCK_RANGES)
+    except Exception:
+        if block:
+            yield block
+        raise
+    if block:
+        yield block
 
 
 class StreamLoader:
@@ -133,7 +162,7 @@ class StreamLoader:
         self, dataset: Dataset[Any] | Any, *, options: LoaderOptions, rank: int = 0
     ) -> None:
         self.num_samples = _length(dataset)
-        self._dataset = dataset
+        self._source, self._collate_fn = batchwise(dataset, options.collate_fn)
         self._options = options
         self._rank = rank
         self._sampler = _RangeSampler(self.num_samples, options)
@@ -148,9 +177,11 @@ class StreamLoader:
         Args:
             ranges: (start, stop) positions; may be endless.
         """
+        self._sampler.ranges = ranges
+        if self._options.num_workers == 0 and not self._options.pin_memory:
+            return read_here(self._source, self._sampler, self._collate_fn)
         if self._loader is None:
             self._loader = self._build()
-        self._sampler.ranges = ranges
         self._iterator = iter(self._loader)
         return self._iterator
 
@@ -173,10 +204,10 @@ class StreamLoader:
                 "timeout": options.timeout_s,
             }
         return DataLoader(
-            self._dataset,
+            self._source,
             batch_sampler=self._sampler,
             num_workers=options.num_workers,
-            collate_fn=options.collate_fn,
+            collate_fn=self._collate_fn,
             pin_memory=options.pin_memory,
             generator=torch.Generator().manual_seed((options.seed + self._rank * 2**32) % 2**63),
             **parallel,

@@ -5,6 +5,7 @@ Joins loader and batch policy; knows nothing of gradients or schedules.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +64,7 @@ class Feed:
         self._in_step: InStep | None = in_step
         self._next_position: int | None = None
         self._batches: Iterator[Any] = iter(())
+        self._ahead: deque[StepPlan] = deque()
         self.plan(0)
 
     @property
@@ -74,9 +76,15 @@ class Feed:
         """Deal for another place from the next window on; what was read ahead is dropped."""
         self._world = world
         self._next_position = None
+        self._ahead.clear()
 
     def plan(self, position: int) -> StepPlan:
-        """Return the step that starts at `position`."""
+        """Return the step that starts at `position`; one that was read ahead is known already."""
+        if self._ahead and self._ahead[0].start == position:
+            return self._ahead[0]
+        return self._planned(position)
+
+    def _planned(self, position: int) -> StepPlan:
         return plan_step(
             self._policy,
             position=position,
@@ -89,6 +97,7 @@ class Feed:
 
     def start(self, position: int) -> None:
         """Begin to read at `position`; starts loader processes if there are none yet."""
+        self._ahead.clear()
         self._batches = self._loader.read(self._ranges(position))
         self._next_position = position
 
@@ -101,17 +110,21 @@ class Feed:
             batch = next(self._batches)
             if micro_batch is plan.micro_batches[-1]:
                 self._next_position = plan.stop
+                while self._ahead and self._ahead[0].start < plan.stop:
+                    self._ahead.popleft()
             yield micro_batch, batch
 
     def close(self) -> None:
         """End the loader processes."""
         self._batches = iter(())
         self._next_position = None
+        self._ahead.clear()
         self._loader.close()
 
     def _ranges(self, position: int) -> Iterator[tuple[int, int]]:
         while True:
-            plan = self.plan(position)
+            plan = self._planned(position)
+            self._ahead.append(plan)
             for micro_batch in plan.micro_batches:
                 yield micro_batch.start, micro_batch.stop
             position = plan.stop

@@ -70,6 +70,7 @@ class GradientTap(Window):
             for number, group in enumerate(self._parameters)
             for parameter in group
         }
+        self._runs: dict[tuple[int, ...], Sequence[Run]] = {}
 
     def attach(self, replica: DistributedDataParallel, *, peers: Peers) -> None:
         """Average the replica's gradients from now on. DDP has no way to detach a hook.
@@ -79,6 +80,7 @@ class GradientTap(Window):
             peers: the data-parallel workers.
         """
         self._peers = peers
+        self._runs.clear()
         self._finds_unused = replica.find_unused_parameters
         self._has_bucket_views = replica.gradient_as_bucket_view
         replica.register_comm_hook(self, _average_bucket)
@@ -115,21 +117,23 @@ class GradientTap(Window):
             self._keep(gradients)
         if self._finds_unused:
             # DDP wants a gradient for all that was used since it last averaged.
-            for parameter, gradient in gradients.items():
-                parameter.grad = torch.zeros_like(gradient)
+            for group in self._parameters:
+                for parameter in group:
+                    if id(parameter) in gradients:
+                        parameter.grad = torch.zeros_like(gradients[id(parameter)])
 
-    def _keep(self, gradients: dict[Tensor, Tensor]) -> None:
+    def _keep(self, gradients: dict[int, Tensor]) -> None:
         share = self._weight / self._batch_samples
-        new = [p for p in gradients if id(p) not in self._set_aside]
-        old = [p for p in gradients if id(p) in self._set_aside]
+        new = [one for one in gradients if one not in self._set_aside]
+        old = [one for one in gradients if one in self._set_aside]
         if self._has_bucket_views:  # which the next backward would overwrite
             gradients.update((p, gradients[p].clone()) for p in new if gradients[p]._is_view())
         if new:
-            foreach_mul_([gradients[p] for p in new], share)
-            self._set_aside.update((id(p), gradients[p]) for p in new)
+            foreach_mul_([gradients[one] for one in new], share)
+            self._set_aside.update((one, gradients[one]) for one in new)
         if old:
-            kept = [self._set_aside[id(p)] for p in old]
-            foreach_add_(kept, [gradients[p] for p in old], alpha=share)
+            kept = [self._set_aside[one] for one in old]
+            foreach_add_(kept, [gradients[one] for one in old], alpha=share)
 
     def settle(self, *, loss_scale: Extra = 1.0) -> Measurement:
         """Finish the window: leave the mean gradient in `p.grad` and return the measurement.
@@ -161,31 +165,34 @@ class GradientTap(Window):
             foreach_zero_(list(gradients.values()))
         elif share != 1:
             foreach_mul_(list(gradients.values()), share)
-        both = [p for p in gradients if id(p) in self._set_aside]
+        both = [one for one in gradients if one in self._set_aside]
         if both:
-            kept = [self._set_aside.pop(id(p)) for p in both]
-            foreach_add_([gradients[p] for p in both], kept)
+            kept = [self._set_aside.pop(one) for one in both]
+            foreach_add_([gradients[one] for one in both], kept)
+        gradients |= self._set_aside
+        self._set_aside.clear()
         for group in self._parameters:
             for parameter in group:
-                kept = self._set_aside.pop(id(parameter), None)
-                parameter.grad = gradients.get(parameter) if kept is None else kept
-        self._means[0] = self._grouped_sqr_norms({p: p.grad for g in self._parameters for p in g})
+                parameter.grad = gradients.get(id(parameter))
+        self._means[0] = self._grouped_sqr_norms(gradients)
         self._launch_small(self._means[0].device)
 
-    def _take_gradients(self) -> dict[Tensor, Tensor]:
-        gradients: dict[Tensor, Tensor] = {}
+    def _take_gradients(self) -> dict[int, Tensor]:
+        """Take the gradients out of `p.grad`, by the parameters' ids: a tensor's hash is slow."""
+        gradients: dict[int, Tensor] = {}
         for group in self._parameters:
             for parameter in group:
-                if parameter.grad is not None:
-                    if parameter.grad.is_sparse:
+                gradient = parameter.grad
+                if gradient is not None:
+                    if gradient.is_sparse:
                         raise UnsupportedError(_SPARSE)
-                    gradients[parameter] = parameter.grad
+                    gradients[id(parameter)] = gradient
                     parameter.grad = None
         if not gradients:
             raise UsageError(_NO_BACKWARD)
         return gradients
 
-    def _count_local(self, gradients: dict[Tensor, Tensor]) -> None:
+    def _count_local(self, gradients: dict[int, Tensor]) -> None:
         self._count()
         if self._measure and self._weight:
             self._local.append(self._grouped_sqr_norms(gradients) * self._weight)
@@ -205,12 +212,14 @@ class GradientTap(Window):
             "unused by design pass ddp={'find_unused_parameters': True} or freeze them"
         )
 
-    def _grouped_sqr_norms(self, gradients: Mapping[Tensor, Tensor | None]) -> Tensor:
+    def _grouped_sqr_norms(self, gradients: Mapping[int, Tensor]) -> Tensor:
         """Return the squared norms of the groups' gradients, of shape (num_groups,)."""
-        device = next(iter(gradients)).device
+        if len(self._parameters) == 1:
+            return squared_norm_of_all(list(gradients.values()))[None]
+        device = next(iter(gradients.values())).device
         norms = [
             squared_norm_of_all(present)
-            if (present := [g for p in group if (g := gradients.get(p)) is not None])
+            if (present := [g for p in group if (g := gradients.get(id(p))) is not None])
             else torch.zeros((), dtype=torch.float64, device=device)
             for group in self._parameters
         ]
@@ -218,9 +227,7 @@ class GradientTap(Window):
 
     def _reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        parameters = bucket.parameters()
-        groups = [self._group_of.get(id(parameter)) for parameter in parameters]
-        runs = runs_of_groups(groups, [parameter.numel() for parameter in parameters])
+        runs = self._runs_of(bucket)
         self._reduced_twice |= self._small is not None
         if self._weight:
             if self._measure:
@@ -236,6 +243,16 @@ class GradientTap(Window):
             self._count()
             self._launch_small(buffer.device)
         return future
+
+    def _runs_of(self, bucket: GradBucket) -> Sequence[Run]:
+        """Return the stretches of a bucket's groups; its parameters change once at most."""
+        parameters = bucket.parameters()
+        ids = tuple(map(id, parameters))
+        runs = self._runs.get(ids)
+        if runs is None:
+            groups = [self._group_of.get(one) for one in ids]
+            runs = self._runs[ids] = runs_of_groups(groups, [p.numel() for p in parameters])
+        return runs
 
     def _add_set_aside(self, bucket: GradBucket) -> None:
         pairs = [
@@ -284,14 +301,16 @@ class GradientTap(Window):
 
     def _launch_small(self, device: torch.device) -> None:
         """Start the step's small SUM reduction: statistics, count, flag, extras."""
-        local = torch.zeros(len(self._parameters), dtype=torch.float64, device=device)
-        if self._local:
-            local = torch.stack(self._local).sum(0)
-        finite = local.isfinite().all()
-        local = torch.where(finite, local, torch.zeros_like(local))
         extras = tuple(self._extras()) if self._extras else ()
-        told = (self._total_weight, self._num_gradients, ~finite, *extras)
-        vector = torch.cat([local, as_vector(told, device)])
+        counts = (self._total_weight, self._num_gradients)
+        if self._local:
+            local = _total(self._local)
+            clean = local.nan_to_num(0.0, 0.0, 0.0)
+            told = pieces((*counts, clean.ne(local).any(), *extras), device)
+            vector = torch.cat([clean, *told])
+        else:
+            none = [0.0] * len(self._parameters)
+            vector = as_vector((*none, *counts, 0.0, *extras), device)
         work = None if self._peers is None else self._start_sum(vector)
         self._small = (vector, work)
 
@@ -301,9 +320,9 @@ class GradientTap(Window):
             self._failure = self._peers.breaker.outcome(work, on_host=not vector.is_cuda)
         if self._failure is not None:
             raise CommunicationError(_BROKEN.format(cause=self._failure))
-        means = torch.stack([self._means[index] for index in sorted(self._means)]).sum(0)
-        scale = as_vector([loss_scale], vector.device)
-        *values, known_scale = torch.cat([vector, means, scale]).tolist()
+        means = _total([self._means[index] for index in sorted(self._means)])
+        scale = pieces([loss_scale], vector.device)
+        *values, known_scale = torch.cat([vector, means, *scale]).tolist()
         measurement = read_measurement(
             values[: len(vector)],
             values[len(vector) :],
@@ -324,12 +343,30 @@ def _average_bucket(tap: GradientTap, bucket: GradBucket) -> torch.futures.Futur
 
 def as_vector(values: Sequence[Extra], device: torch.device) -> Tensor:
     """Return host numbers and device scalars in one float64 vector, without waiting."""
-    on_host = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
-    vector = torch.tensor(on_host, dtype=torch.float64).to(device, non_blocking=True)
-    for place, value in enumerate(values):
+    return torch.cat(pieces(values, device))
+
+
+def pieces(values: Sequence[Extra], device: torch.device) -> list[Tensor]:
+    """Return vectors that put together are `as_vector`: neighbours on the host are one of them."""
+    found: list[Tensor] = []
+    host: list[float] = []
+    for value in values:
         if isinstance(value, Tensor):
-            vector[place] = value
-    return vector
+            found += [*_moved(host, device), value.double().reshape(1)]
+            host = []
+        else:
+            host.append(float(value))
+    return [*found, *_moved(host, device)]
+
+
+def _moved(numbers: list[float], device: torch.device) -> list[Tensor]:
+    if not numbers:
+        return []
+    return [torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)]
+
+
+def _total(vectors: list[Tensor]) -> Tensor:
+    return vectors[0] if len(vectors) == 1 else torch.stack(vectors).sum(0)
 
 
 _BROKEN = (

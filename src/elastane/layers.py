@@ -9,13 +9,14 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from elastane.noise import Moments
 from elastane.norms import squared_norm_of_all
@@ -50,6 +51,8 @@ class LayerNorms:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._num_samples = 0
+        self._may_watch = False
+        self._hooks: list[RemovableHandle] | None = None
         self._shared: frozenset[int] = frozenset()
         self._groups_told: tuple[bool, ...] = ()
         self._used: Counter[nn.Module] = Counter()
@@ -57,17 +60,32 @@ class LayerNorms:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the model's layers for the length of a block."""
+        """Watch the model's layers for the length of a block, from the first `begin` on."""
         self._shared = _shared_parameters(self._model)
-        with ExitStack() as stack:
-            for module in self._model.modules():
-                if type(module) in (*_BIASED, nn.RMSNorm):
-                    stack.callback(module.register_forward_hook(self._see).remove)
+        self._may_watch = True
+        try:
             yield
+        finally:
+            self._may_watch = False
+            self.rest()
+
+    def rest(self) -> None:
+        """Leave the layers alone until the next `begin`: a hook costs each forward of its layer."""
+        hooks, self._hooks = self._hooks, None
+        for hook in hooks or ():
+            hook.remove()
+
+    def _watch(self) -> None:
+        if self._hooks is None and self._may_watch:
+            kinds = (*_BIASED, nn.RMSNorm)
+            layers = [module for module in self._model.modules() if type(module) in kinds]
+            self._hooks = [layer.register_forward_hook(self._see) for layer in layers]
 
     def begin(self, num_samples: int) -> None:
         """Take norms in the next backward over this number of samples; 0 takes none."""
         self._num_samples = num_samples
+        if num_samples:
+            self._watch()
         self._used.clear()
         self._found.clear()
 

@@ -27,6 +27,9 @@ ROW = 4096
 """Elements summed in the gradient's own precision before float64 takes over."""
 
 
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
 def squared_norm(tensor: Tensor) -> Tensor:
     """Return `|x|^2` as a float64 scalar on the tensor's device, without waiting for it.
 
@@ -38,7 +41,7 @@ def squared_norm(tensor: Tensor) -> Tensor:
         tensor: any shape; overflows to infinity only where a row's norm leaves float32.
     """
     flat = _flat(tensor)
-    dtype = torch.float32 if flat.dtype in (torch.float16, torch.bfloat16) else None
+    dtype = torch.float32 if flat.dtype in _HALF else None
     whole = flat.numel() // ROW * ROW
     if whole == 0:
         return torch.linalg.vector_norm(flat, dtype=dtype).double().square()
@@ -51,13 +54,18 @@ def squared_norm(tensor: Tensor) -> Tensor:
 
 def squared_norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of `squared_norm` over tensors on one device; small ones go in one call."""
-    small = [tensor for tensor in tensors if tensor.numel() <= ROW]
-    parts = [squared_norm(tensor) for tensor in tensors if tensor.numel() > ROW]
+    small: list[Tensor] = []
+    parts: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.numel() > ROW:
+            parts.append(squared_norm(tensor))
+        else:
+            small.append(tensor)
     if small:
-        widened = [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in small]
-        norms = torch.stack(foreach_norm(widened))
-        parts.append(norms.double().square().sum())
-    return torch.stack(parts).sum()
+        if not _HALF.isdisjoint([tensor.dtype for tensor in small]):
+            small = [t.float() if t.dtype in _HALF else t for t in small]
+        parts.append(torch.stack(foreach_norm(small)).double().square().sum())
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ Pure: plain numbers and numpy arrays. Must not know torch, datasets, processes, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +20,9 @@ from elastane.errors import (
     check_whole,
     describe,
 )
-from elastane.permutation import check_dataset, check_num_samples, check_range, places
+from elastane.permutation import check_dataset, check_num_samples, check_range, permute_ranges
 
-__all__ = ["batch_stop", "cuts", "split", "stream_indices"]
+__all__ = ["batch_stop", "cuts", "indices_of_ranges", "split", "stream_indices"]
 
 
 def stream_indices(
@@ -54,22 +55,72 @@ def stream_indices(
     References:
         As `elastane.permutation.permute`.
     """
+    return indices_of_ranges([(start, stop)], num_samples=num_samples, seed=seed, shuffle=shuffle)
+
+
+def indices_of_ranges(
+    ranges: Sequence[tuple[int, int]], *, num_samples: int, seed: int, shuffle: bool = True
+) -> NDArray[np.int64]:
+    """Return what `stream_indices` returns for each of the ranges, one behind the other.
+
+    Many short ranges cost little more than one.
+
+    Args:
+        ranges: First position and one past the last of each, in any order; at least one.
+        num_samples: Samples of the dataset, 1 to 2**62.
+        seed: Any Python int.
+        shuffle: As for `stream_indices`.
+
+    Returns:
+        A new array.
+
+    Raises:
+        ArgumentError: An argument is no whole number or out of its range.
+
+    Example:
+        >>> indices_of_ranges([(0, 2), (4, 7)], num_samples=5, seed=0).tolist()
+        [0, 3, 4, 0, 2]
+
+    References:
+        As `elastane.permutation.permute`.
+    """
     check_dataset(num_samples, seed)
-    check_range(start, stop)
     _check_flag("shuffle", shuffle)
+    for start, stop in ranges:
+        check_range(start, stop)
     if not shuffle:
-        return (np.arange(stop - start, dtype=np.int64) + start % num_samples) % num_samples
-    indices = np.empty(stop - start, dtype=np.int64)
-    position = start
-    while position < stop:
-        epoch, first = divmod(position, num_samples)
-        last = min(first + stop - position, num_samples)
-        end = position + last - first
-        indices[position - start : end - start] = places(
-            first, last, num_samples=num_samples, seed=seed, epoch=epoch
+        return np.concatenate([_unshuffled(start, stop, num_samples) for start, stop in ranges])
+    by_epoch = groupby(_within_epochs(ranges, num_samples), key=itemgetter(0))
+    dealt = [
+        permute_ranges(
+            [(first, last) for _, first, last in pieces],
+            num_samples=num_samples,
+            seed=seed,
+            epoch=epoch,
         )
-        position = end
-    return indices
+        for epoch, pieces in by_epoch
+    ]
+    return dealt[0] if len(dealt) == 1 else np.concatenate(dealt)
+
+
+def _unshuffled(start: int, stop: int, num_samples: int) -> NDArray[np.int64]:
+    return (np.arange(stop - start, dtype=np.int64) + start % num_samples) % num_samples
+
+
+def _within_epochs(
+    ranges: Iterable[tuple[int, int]], num_samples: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the ranges, cut where epochs end: each part's epoch, first place, and one past."""
+    for start, stop in ranges:
+        epoch, first = divmod(start, num_samples)
+        left = stop - start
+        while True:
+            last = min(first + left, num_samples)
+            yield epoch, first, last
+            left -= last - first
+            if left == 0:
+                break
+            epoch, first = epoch + 1, 0
 
 
 def batch_stop(

@@ -22,7 +22,7 @@ __all__ = [
     "check_range",
     "permute",
     "permute_range",
-    "places",
+    "permute_ranges",
 ]
 
 # Changing any of these changes the order of every saved run.
@@ -128,14 +128,23 @@ def permute_range(
     way_out = "Use stream_indices for positions beyond one epoch."
     check_between("start", start, at_least=0, at_most=num_samples, way_out=way_out)
     check_between("stop", stop, at_least=start, at_most=num_samples, way_out=way_out)
-    return places(start, stop, num_samples=num_samples, seed=seed, epoch=epoch)
+    return permute_ranges([(start, stop)], num_samples=num_samples, seed=seed, epoch=epoch)
 
 
-def places(start: int, stop: int, *, num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return a new array of the indices at places [start, stop), arguments checked before."""
+def permute_ranges(
+    ranges: Sequence[tuple[int, int]], *, num_samples: int, seed: int, epoch: int
+) -> NDArray[np.int64]:
+    """Return what `permute_range` returns for each of the ranges, put together in one array.
+
+    Many short ranges cost hardly more than one: a call's price is that of some hundred operations
+    on arrays, not of the samples. Arguments are checked before.
+    """
     if num_samples <= _SORT_MAX_SAMPLES:
-        return _sorted_order(num_samples, seed, epoch)[start:stop].copy()
-    return _feistel_range(start, stop, num_samples=num_samples, keys=_round_keys(seed, epoch))
+        order = _sorted_order(num_samples, seed, epoch)
+        return np.concatenate([order[start:stop] for start, stop in ranges])
+    each = [np.arange(start, stop, dtype=np.uint64) for start, stop in ranges]
+    places = each[0] if len(each) == 1 else np.concatenate(each)
+    return _feistel(places, num_samples=num_samples, keys=_round_keys(seed, epoch))
 
 
 def _round_key(seed: int, epoch: int, number: int) -> int:
@@ -145,8 +154,9 @@ def _round_key(seed: int, epoch: int, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def _round_keys(seed: int, epoch: int) -> list[int]:
-    return [_round_key(seed, epoch, number) for number in range(_ROUNDS)]
+@lru_cache(maxsize=8)
+def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    return tuple(_round_key(seed, epoch, number) for number in range(_ROUNDS))
 
 
 def _sides(num_samples: int) -> tuple[int, int]:
@@ -203,10 +213,10 @@ def _sorted_order(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return order
 
 
-def _feistel_range(
-    start: int, stop: int, *, num_samples: int, keys: Sequence[int]
+def _feistel(
+    places: NDArray[np.uint64], *, num_samples: int, keys: Sequence[int]
 ) -> NDArray[np.int64]:
-    places = np.arange(start, stop, dtype=np.uint64)
+    """Return the indices at places, in their memory."""
     _feistel_rounds(places, num_samples=num_samples, keys=keys)
     outside = np.flatnonzero(places >= num_samples)
     while outside.size > 0:

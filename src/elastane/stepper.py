@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -101,12 +102,12 @@ class Stepper:
         self._scale_of_gradients: Extra = 1.0
         self._num_parameters = self._count()
         own_extras = weakref.WeakMethod(self._all_extras)  # no cycle: it would keep the model
+        self._groups = parameter_groups(optimizer, per=per)
         self.tap = tap(
-            parameter_groups(optimizer, per=per),
+            self._groups,
             extras=lambda: extras() if (extras := own_extras()) else (),
         )
-        self._loss_sum: float | Tensor = 0.0
-        self._loss_weight = 0.0
+        self._losses: list[tuple[Tensor, float]] = []
         self._warned = self._is_stepping = self._had_backward = False
 
     @contextmanager
@@ -156,16 +157,18 @@ class Stepper:
         single = len(plan.micro_batches) == 1 and self.tap.is_alone
         measure = self.controller.wants_measurement
         self.tap.begin(batch_samples=plan.batch_samples, measure=measure and not single)
+        if not single:
+            self._layers.rest()
         by_layers = measure and single and self.controller.takes_layers and plan.batch_samples > 1
         self._layers.begin(plan.batch_samples if by_layers else 0)
         self._plan, self._extras = plan, extras
-        self._loss_sum, self._loss_weight = 0.0, 0.0
+        self._losses = []
 
     def take_parameters(self) -> int:
         """Measure the parameters that the optimizer has now; return the number of their groups."""
-        groups = parameter_groups(self._optimizer, per=self._per)
-        self.tap.set_groups(groups)
-        return len(groups)
+        self._groups = parameter_groups(self._optimizer, per=self._per)
+        self.tap.set_groups(self._groups)
+        return len(self._groups)
 
     def begin(self, weight: float, *, last: bool) -> None:
         """Announce a micro-batch and the weight of its mean loss."""
@@ -184,9 +187,8 @@ class Stepper:
         if check_choice("reduction", reduction, ("mean", "sum")) == "sum":
             loss = loss / (self._weight or 1.0)
         if self._weight:
-            value = loss.detach().double().reshape(())
-            self._loss_sum = self._loss_sum + value * self._weight
-            self._loss_weight += self._weight
+            value = loss.detach().double().reshape(()) * self._weight
+            self._losses.append((value, self._weight))
         self._had_backward = True
         try:
             self._scaling.scaled(loss).backward()
@@ -277,17 +279,24 @@ class Stepper:
             warnings.warn(_BLIND.format(scale=scale), stacklevel=5)
 
     def _all_extras(self) -> Sequence[Extra]:
-        return (self._loss_sum, self._loss_weight, *self._told_by_layers(), *self._extras())
+        return (*_weighted_sum(self._losses), *self._told_by_layers(), *self._extras())
 
     def _told_by_layers(self) -> Sequence[Extra]:
         return self._layers.told(
-            parameter_groups(self._optimizer, per=self._per),
+            self._groups,
             loss_scale=self._scaling.loss_scale,
             scale_of_gradients=self._scale_of_gradients,
         )
 
     def _count(self) -> int:
         return sum(len(group["params"]) for group in self._optimizer.param_groups)
+
+
+def _weighted_sum(losses: Sequence[tuple[Tensor, float]]) -> tuple[Extra, float]:
+    """Return the sum of weighted losses, where they lie, and that of their weights."""
+    values = [value for value, _ in losses]
+    total = values[0] if len(values) == 1 else torch.stack(values).sum() if values else 0.0
+    return total, sum(weight for _, weight in losses)
 
 
 _BLIND = (

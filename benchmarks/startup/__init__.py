@@ -1,0 +1,1 @@
+"""How long commands and jobs take to start."""
