@@ -569,6 +569,44 @@ def test_steps_that_were_read_ahead_are_known_and_planned_anew_for_another_place
     assert seen[0][0] == other.micro_batches[0].start
 
 
+class Growing:
+    """A policy that comes to another batch while others have been read ahead."""
+
+    samples = 2
+
+    def batch_samples(self, world_size):
+        return self.samples * world_size
+
+    def num_parts(self, world_size):
+        return world_size
+
+    def deal(self, start, stop, *, world, min_samples):
+        return LocalBatch(self.samples).deal(start, stop, world=world, min_samples=min_samples)
+
+
+@pytest.mark.parametrize(
+    "num_workers", [0, pytest.param(2, marks=pytest.mark.processes)], ids=["here", "processes"]
+)
+@pytest.mark.usefixtures("no_process_left")
+def test_a_policy_that_changes_is_followed_at_the_next_step(num_workers):
+    policy = Growing()
+    feed = feed_of(101, policy=policy, num_workers=num_workers)
+    for samples in (2, 5, 3):
+        policy.samples = samples
+        position = 10 * samples
+        seen, _ = feed_steps(feed, position, 10)
+        check_steps(seen, 101)
+        assert [stop - start for start, stop, _ in seen] == [samples] * 10
+    seen, position = [], 0
+    for samples in (2, 2, 2, 7, 7, 1):
+        policy.samples = samples
+        some, position = feed_steps(feed, position, 1)
+        seen += some
+    check_steps(seen, 101)
+    assert [stop - start for start, stop, _ in seen] == [2, 2, 2, 7, 7, 1]
+    feed.close()
+
+
 def test_the_feeds_of_all_workers_together_see_each_sample_once():
     policy, world_size = GlobalBatch(8, max_micro_batch=2), 3
     feeds = [feed_of(policy=policy, rank=rank, world_size=world_size) for rank in range(3)]

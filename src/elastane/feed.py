@@ -79,9 +79,14 @@ class Feed:
         self._ahead.clear()
 
     def plan(self, position: int) -> StepPlan:
-        """Return the step that starts at `position`; one that was read ahead is known already."""
+        """Return the step that starts at `position`; one that was read ahead is known already.
+
+        A policy may have come to another batch since.
+        """
         if self._ahead and self._ahead[0].start == position:
-            return self._ahead[0]
+            nominal = self._policy.batch_samples(self._world.world_size)
+            if self._ahead[0].nominal_samples == nominal:
+                return self._ahead[0]
         return self._planned(position)
 
     def _planned(self, position: int) -> StepPlan:
@@ -103,7 +108,8 @@ class Feed:
 
     def window(self, plan: StepPlan) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches of a step with their data."""
-        if self._next_position != plan.start:
+        was_read_otherwise = self._ahead and self._ahead[0] is not plan
+        if self._next_position != plan.start or was_read_otherwise:
             self.start(plan.start)
         self._next_position = None
         for micro_batch in plan.micro_batches:
