@@ -18,6 +18,7 @@ from elastane._compat import collates_by_stacking
 __all__ = ["Collate", "batchwise", "read_here"]
 
 Collate = Callable[[list[Any]], Any]
+"""Makes a batch of a list of samples."""
 
 
 def read_here(
