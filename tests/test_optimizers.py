@@ -281,7 +281,7 @@ def test_a_checkpoint_of_several_goes_on_and_loads_in_plain_torch(tmp_path: Path
     def run(model: nn.Module, *, num_steps: int, folder: Path) -> dict[str, Any]:
         optimizers = two_optimizers(model, second=AdamW)
         movers = [CosineAnnealingLR(one, T_max=30) for one in optimizers]
-        checkpoint = Checkpointing(every_s=None, every_steps=6, folder=folder)
+        checkpoint = Checkpointing(every_s=None, every_steps=num_steps, folder=folder)
         options = {"schedule": movers, "rule": AdamScale(), "checkpoint": checkpoint}
         with session_of(model, optimizers, num_steps=30, **options) as session:
             return train(session, max_steps=num_steps)

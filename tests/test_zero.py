@@ -111,7 +111,7 @@ def skipping() -> dict[str, Any]:
 def saving(folder: Path, *, steps: int, seed: int = 0) -> dict[str, Any]:
     model = build_model(FLOAT64, seed=seed)
     optimizer = zero(groups_of(model), momentum=0.9)
-    checkpoint = Checkpointing(every_s=None, every_steps=SAVED_AT, folder=folder)
+    checkpoint = Checkpointing(every_s=None, every_steps=steps, folder=folder)
     record = run_of(model, optimizer, steps=steps, checkpoint=checkpoint)
     record["copies"] = len(optimizer.state)
     return record
