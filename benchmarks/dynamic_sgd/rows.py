@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.dynamic_sgd.grid import Cell, Plan
-from benchmarks.dynamic_sgd.measure import running_means
+from benchmarks.dynamic_sgd.measure import WINDOW, running_means
 from benchmarks.dynamic_sgd.ramps import default_ramp
 from benchmarks.runs.figures import mean, spread
 from benchmarks.runs.ledger import Ledger
@@ -56,6 +56,7 @@ def _figures(records: Sequence[Record], ends: Sequence[Record]) -> Row:
         "seeds": len(started),
         "peak_ratio_mean": mean(record["peak_ratio"] for record in good),
         "peak_ratio_sd": spread(record["peak_ratio"] for record in good),
+        "peak_step_mean": mean(_peak_step(record["after"]) for record in good),
         "recover_steps_mean": mean(record["recover_steps"] for record in good),
         "metric_mean": mean(metrics),
         "metric_sd": spread(metrics),
@@ -63,6 +64,12 @@ def _figures(records: Sequence[Record], ends: Sequence[Record]) -> Row:
         "diverged_at_end": len(finished) - len(metrics),
         "no_start": len(records) - len(started),
     }
+
+
+def _peak_step(losses: Sequence[float]) -> int:
+    """Return the last step of the largest running mean."""
+    means = running_means(losses)
+    return means.index(max(means)) + min(WINDOW, len(losses))
 
 
 def _metric(task: str) -> Row:

@@ -50,7 +50,9 @@ def _verdicts(rows: Sequence[Row]) -> list[str]:
             f"immediate jump, or fewer runs that diverge, in {better} of {len(growths)} cells."
         ]
         lines += [
-            f"Not so at {_place(row)}: {_peak(row)} against {_peak(jump)}."
+            f"Not so at {_place(row)}: {_peak(row)} against {_peak(jump)}, on average "
+            f"{shown(row['peak_step_mean'])} and {shown(jump['peak_step_mean'])} steps after the "
+            "change."
             for row, jump in growths
             if not beats(row, jump)
         ]
