@@ -28,7 +28,8 @@ from benchmarks.dynamic_sgd import grid, measure, ramps
 from benchmarks.dynamic_sgd import rows as dynamic_rows
 from benchmarks.dynamic_sgd.noise import measure_noise
 from benchmarks.dynamic_sgd.runs import branch, finish, start
-from benchmarks.dynamic_sgd.workers import change_on_workers
+from benchmarks.dynamic_sgd.workers import change_on_workers, place_of_change
+from benchmarks.launched import JobError
 from benchmarks.results_page import adascale as adascale_section
 from benchmarks.results_page.__main__ import write_page
 from benchmarks.results_page.verdicts import default_against_jump, judge_scales
@@ -645,6 +646,15 @@ def test_a_change_on_real_workers_does_to_the_loss_what_the_emulated_one_does(
     assert found["sizes"][0][1] >= spec["horizon"]
     assert found["difference"] < 1e-4
     assert found["peak_ratio"] == pytest.approx(found["emulated_peak_ratio"], rel=1e-4)
+
+
+def test_a_change_is_that_of_the_workers_that_were_asked_for_not_of_those_that_came_late():
+    assert place_of_change([4] * 7 + [1] * 3, before=4) == 7
+    assert place_of_change([3] * 2 + [4] * 5 + [1], before=4) == 7
+    assert place_of_change([1] * 9 + [2, 4, 4], before=1) == 9
+    for sizes in ([4] * 9, [4] * 4 + [1] * 3):
+        with pytest.raises(JobError, match="number of workers stayed 4"):
+            place_of_change(sizes, before=4)
 
 
 def test_changes_on_workers_are_of_one_kind_and_become_rows(tmp_path):

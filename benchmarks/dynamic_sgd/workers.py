@@ -16,10 +16,10 @@ from typing import Any
 
 from benchmarks.dynamic_sgd.measure import WINDOW, peak_ratio
 from benchmarks.dynamic_sgd.state import HeldOut, load_bench
-from benchmarks.launched import LaunchedJob, wait_until
+from benchmarks.launched import JobError, LaunchedJob, wait_until
 from benchmarks.runs.subject import DivergedError, steps_of
 
-__all__ = ["LOSSES_NAME", "SETUP_NAME", "change_on_workers"]
+__all__ = ["LOSSES_NAME", "SETUP_NAME", "change_on_workers", "place_of_change"]
 
 LOSSES_NAME, SETUP_NAME = "losses.jsonl", "setup.json"
 # Sleeping makes the stretch before a growth short in steps: new workers take seconds to start.
@@ -49,7 +49,7 @@ def change_on_workers(spec: Mapping[str, Any], needs: Mapping[str, Any]) -> dict
         return {"no_start": True}
     seen = _on_workers(spec, point)
     sizes = [line["world_size"] for line in seen]
-    change = next(place for place, size in enumerate(sizes) if size != sizes[0])
+    change = place_of_change(sizes, before=spec["before"])
     emulated = [*_emulated(spec, point, sizes)]
     losses = [line["loss"] for line in seen]
     lost = None in losses or len(emulated) < len(losses)
@@ -67,6 +67,19 @@ def change_on_workers(spec: Mapping[str, Any], needs: Mapping[str, Any]) -> dict
             abs(one - other) / other for one, other in zip(losses, emulated, strict=True)
         ),
     }
+
+
+def place_of_change(sizes: Sequence[int], *, before: int) -> int:
+    """Return the first step with another number of workers than before, after enough with that.
+
+    A job may begin with fewer workers than were asked for, while the others still start.
+    """
+    seen = 0
+    for place, size in enumerate(sizes):
+        if size != before and seen >= WINDOW:
+            return place
+        seen += size == before
+    raise JobError(f"the number of workers stayed {before}, or was so in fewer than {WINDOW} steps")
 
 
 def _on_workers(spec: Mapping[str, Any], point: Mapping[str, Any]) -> list[dict[str, Any]]:
