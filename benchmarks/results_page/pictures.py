@@ -166,7 +166,7 @@ def draw_noise(rows: Sequence[Row], *, path: Path) -> None:
         axes.axhline(1.0, color=_GREY, lw=0.8)
         title = f"k = {_fraction(ratio)} (dashed: the noise model)"
         _label(axes, title=title, x="steps after the change", y="variance of updates\nover k")
-    _save(figure, panels[0], path=path)
+    _save(figure, panels[-1], path=path)  # some ramps are only compared where the batch grows
 
 
 def _grid(count: int, *, columns: int = _COLUMNS) -> tuple[Figure, list[Axes]]:
