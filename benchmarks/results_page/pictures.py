@@ -14,11 +14,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_curves", "draw_gains", "draw_noise", "draw_peaks", "draw_scales", "rules_of"]
+__all__ = [
+    "COLORS",
+    "draw_curves",
+    "draw_gains",
+    "draw_noise",
+    "draw_peaks",
+    "draw_scales",
+    "grid",
+    "label_axes",
+    "make_log",
+    "rules_of",
+]
 
 # Okabe and Ito (2008), Color Universal Design, without yellow, as in elastane's own plots; then
 # a grey, and wine of Tol's muted scheme.
-_COLORS = (
+COLORS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"),
     *("#999999", "#882255"),
 )
@@ -39,18 +50,18 @@ def draw_scales(rows: Sequence[Row], *, path: Path) -> None:
     """Draw each task's metric against the scale, a line for each rule; a cross has diverged."""
     rows = [row for row in rows if isinstance(row["scale"], int)]
     tasks = _tasks(rows)
-    figure, panels = _grid(len(tasks))
+    figure, panels = grid(len(tasks))
     rules = rules_of(rows)
     for axes, task in zip(panels, tasks, strict=True):
         own = [row for row in rows if row["task"] == task]
         for rule in rules:
-            color = _COLORS[rules.index(rule) % len(_COLORS)]
+            color = COLORS[rules.index(rule) % len(COLORS)]
             _draw_rule(axes, [row for row in own if row["rule"] == rule], rule=rule, color=color)
         axes.set_xscale("log", base=2)
         scales = sorted({row["scale"] for row in own})
         axes.set_xticks(scales, [str(scale) for scale in scales])
         _widen(axes, [row["metric_mean"] for row in own])
-        _label(axes, title=task, x="scale S", y=own[0]["metric"])
+        label_axes(axes, title=task, x="scale S", y=own[0]["metric"])
     _save(figure, panels[0], path=path)
 
 
@@ -73,23 +84,23 @@ def _draw_rule(axes: Axes, rows: Sequence[Row], *, rule: str, color: str) -> Non
 
 def draw_curves(curves: Sequence[Row], *, metric: str, path: Path) -> None:
     """Draw AdaScale's metric against progress, a line for each scale, with a band of 1 sd."""
-    figure, (axes,) = _grid(1)
+    figure, (axes,) = grid(1)
     for index, row in enumerate(curves):
-        color = _COLORS[index % len(_COLORS)]
+        color = COLORS[index % len(COLORS)]
         axes.plot(row["tau"], row["mean"], color=color, lw=1.4, label=f"S = {row['scale']}")
         sd = [0.0 if one is None else one for one in row["sd"]]
         low = [mean - one for mean, one in zip(row["mean"], sd, strict=True)]
         high = [mean + one for mean, one in zip(row["mean"], sd, strict=True)]
         axes.fill_between(row["tau"], low, high, color=color, alpha=0.15, lw=0)
     _widen(axes, [value for row in curves for value in row["mean"]])
-    _label(axes, title=curves[0]["task"], x="progress τ (base steps)", y=metric)
+    label_axes(axes, title=curves[0]["task"], x="progress τ (base steps)", y=metric)
     _save(figure, axes, path=path)
 
 
 def draw_gains(traces: Sequence[Row], *, path: Path) -> None:
     """Draw gain and learning rate against progress, a row of two panels for each task."""
     tasks = _tasks(traces)
-    figure, panels = _grid(2 * len(tasks), columns=2)
+    figure, panels = grid(2 * len(tasks), columns=2)
     for row_index, task in enumerate(tasks):
         own = [trace for trace in traces if trace["task"] == task]
         pair = panels[2 * row_index : 2 * row_index + 2]
@@ -97,11 +108,11 @@ def draw_gains(traces: Sequence[Row], *, path: Path) -> None:
             pair, ("gain", "lr"), ("gain (base steps per step)", "learning rate"), strict=True
         ):
             for index, trace in enumerate(own):
-                color = _COLORS[index % len(_COLORS)]
+                color = COLORS[index % len(COLORS)]
                 axes.plot(
                     trace["tau"], trace[name], color=color, lw=1.2, label=f"S = {trace['scale']}"
                 )
-            _label(axes, title=task, x="progress τ (base steps)", y=label)
+            label_axes(axes, title=task, x="progress τ (base steps)", y=label)
         pair[0].set_yscale("log", base=2)
         pair[0].yaxis.set_major_formatter("{x:g}")
     _save(figure, panels[0], path=path)
@@ -112,7 +123,7 @@ def draw_peaks(rows: Sequence[Row], *, path: Path) -> None:
     rows = [row for row in rows if row["when"] == "middle" and row["momentum"] == 0.9]
     tasks = _tasks(rows)
     ramps = list(dict.fromkeys(row["ramp"] for row in rows))
-    figure, panels = _grid(len(tasks), columns=1)
+    figure, panels = grid(len(tasks), columns=1)
     for axes, task in zip(panels, tasks, strict=True):
         own = [row for row in rows if row["task"] == task]
         ratios = sorted({row["k"] for row in own})
@@ -122,7 +133,7 @@ def draw_peaks(rows: Sequence[Row], *, path: Path) -> None:
         axes.axhline(1.0, color=_GREY, lw=0.8)
         values = [row["peak_ratio_mean"] for row in own]
         _widen(axes, values)
-        _label(axes, title=task, x="new batch over old", y="peak loss\nover loss before")
+        label_axes(axes, title=task, x="new batch over old", y="peak loss\nover loss before")
     _save(figure, panels[0], path=path)
 
 
@@ -130,7 +141,7 @@ def _draw_bars(
     axes: Axes, rows: Sequence[Row], *, ramp: str, ratios: Sequence[float], place: int, count: int
 ) -> None:
     width = 0.8 / count
-    color = _COLORS[place % len(_COLORS)]
+    color = COLORS[place % len(COLORS)]
     found = {row["k"]: row for row in rows if row["ramp"] == ramp}
     at = [index + (place - (count - 1) / 2) * width for index in range(len(ratios))]
     heights = [(found[k]["peak_ratio_mean"] if k in found else None) or 0.0 for k in ratios]
@@ -153,23 +164,24 @@ def _draw_bars(
 def draw_noise(rows: Sequence[Row], *, path: Path) -> None:
     """Draw the measured variance of updates after a change over the model's (dashed)."""
     ratios = sorted({row["k"] for row in rows})
-    figure, panels = _grid(len(ratios), columns=2)
+    figure, panels = grid(len(ratios), columns=2)
     ramps = list(dict.fromkeys(row["ramp"] for row in rows))
     for axes, ratio in zip(panels, ratios, strict=True):
         for row in rows:
             if row["k"] == ratio:
-                color = _COLORS[ramps.index(row["ramp"]) % len(_COLORS)]
+                color = COLORS[ramps.index(row["ramp"]) % len(COLORS)]
                 steps = range(1, len(row["measured"]) + 1)
                 axes.plot(steps, row["measured"], color=color, lw=1.4, label=row["ramp"])
                 axes.plot(steps, row["predicted"], color=color, lw=1.0, ls=(0, (4, 2)))
-        _make_log(axes)
+        make_log(axes)
         axes.axhline(1.0, color=_GREY, lw=0.8)
         title = f"k = {_fraction(ratio)} (dashed: the noise model)"
-        _label(axes, title=title, x="steps after the change", y="variance of updates\nover k")
+        label_axes(axes, title=title, x="steps after the change", y="variance of updates\nover k")
     _save(figure, panels[-1], path=path)  # some ramps are only compared where the batch grows
 
 
-def _grid(count: int, *, columns: int = _COLUMNS) -> tuple[Figure, list[Axes]]:
+def grid(count: int, *, columns: int = _COLUMNS) -> tuple[Figure, list[Axes]]:
+    """Return a figure with so many panels, and the panels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -184,7 +196,8 @@ def _grid(count: int, *, columns: int = _COLUMNS) -> tuple[Figure, list[Axes]]:
     return figure, panels[:count]
 
 
-def _label(axes: Axes, *, title: str, x: str, y: str) -> None:
+def label_axes(axes: Axes, *, title: str, x: str, y: str) -> None:
+    """Give a panel its words and its plain look."""
     axes.set_title(title, fontsize=_LABEL_PT, color=_INK)
     axes.set_xlabel(x, fontsize=_TICK_PT, color=_INK)
     axes.set_ylabel(y, fontsize=_TICK_PT, color=_INK)
@@ -199,10 +212,10 @@ def _widen(axes: Axes, values: Sequence[float | None]) -> None:
     """Make the vertical axis logarithmic where values lie far apart."""
     known = [value for value in values if value is not None]
     if known and min(known) > 0 and max(known) > _FAR * min(known):
-        _make_log(axes)
+        make_log(axes)
 
 
-def _make_log(axes: Axes) -> None:
+def make_log(axes: Axes) -> None:
     """Make the vertical axis logarithmic, with plain numbers on it."""
     from matplotlib.ticker import LogLocator, NullFormatter
 

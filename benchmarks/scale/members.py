@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,17 @@ def measure_groups(
         for number in range(rounds):
             for size in sizes:
                 prefix = f"group/{number}/{size}"
-                found[size].append(
-                    _round(store.address, prefix, size, sums, state_bytes, SHORT_ADDRESSES)
+                known = {"address": store.address, "size": size}
+                short = _Group(
+                    **known,
+                    prefix=prefix,
+                    sums=sums,
+                    state_bytes=state_bytes,
+                    environment=SHORT_ADDRESSES,
                 )
-                one_by_one = _round(store.address, f"{prefix}/plain", size, 1, 0, {})
-                plain[size].append(_opening_ms(one_by_one))
+                found[size].append(_round(short))
+                one_by_one = _Group(**known, prefix=f"{prefix}/plain", sums=1)
+                plain[size].append(_opening_ms(_round(one_by_one)))
     return [
         {
             **_row(size, some, state_bytes=state_bytes),
@@ -77,23 +84,28 @@ def measure_groups(
     ]
 
 
-def _round(
-    address: str,
-    prefix: str,
-    size: int,
-    sums: int,
-    state_bytes: int,
-    environment: Mapping[str, str],
-) -> list[dict[str, float]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """A group that is to be measured: its keys in the store, its size, and what it does."""
+
+    address: str
+    prefix: str
+    size: int
+    sums: int
+    state_bytes: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def _round(group: _Group) -> list[dict[str, float]]:
     """Return what each member of one group measured."""
+    ranks = range(group.size)
     with tempfile.TemporaryDirectory(prefix="elastane-scale-") as folder:
-        known = (address, prefix, size, sums, state_bytes, environment, folder)
-        members = [CONTEXT.Process(target=_member, args=(rank, *known)) for rank in range(size)]
+        members = [CONTEXT.Process(target=_member, args=(rank, group, folder)) for rank in ranks]
         run_together(members, deadline=time.monotonic() + _LIMIT_S)
         codes = [one.exitcode for one in members]
         if any(codes):
-            raise RuntimeError(f"the members of a group of {size} ended with exit codes {codes}")
-        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(size)]
+            raise RuntimeError(f"the members of {group} ended with exit codes {codes}")
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in ranks]
 
 
 def _row(
@@ -122,31 +134,25 @@ def _opening_ms(members: Sequence[dict[str, float]]) -> float:
     return 1e3 * (max(one["open_ended"] for one in members) - began)
 
 
-def _member(
-    rank: int,
-    address: str,
-    prefix: str,
-    size: int,
-    sums: int,
-    state_bytes: int,
-    environment: Mapping[str, str],
-    folder: str,
-) -> None:
+def _member(rank: int, group: _Group, folder: str) -> None:
     """Be one member, and write what was measured."""
     torch.set_num_threads(1)
-    os.environ.update(environment)  # gloo looks when a group is opened
-    client, own = connect(address), connect(address)
-    _meet(client, f"{prefix}/here", size)
-    world, breaker = World(rank=rank, world_size=size), Breaker()
+    os.environ.update(group.environment)  # gloo looks when a group is opened
+    client, own = connect(group.address), connect(group.address)
+    _meet(client, f"{group.prefix}/here", group.size)
+    world, breaker = World(rank=rank, world_size=group.size), Breaker()
     cpu, began = time.process_time(), time.monotonic()
-    group = open_beside(lambda: PrefixStore(prefix, own), world=world, device=_CPU, breaker=breaker)
+    opened = open_beside(
+        lambda: PrefixStore(group.prefix, own), world=world, device=_CPU, breaker=breaker
+    )
     ended, open_cpu = time.monotonic(), time.process_time() - cpu
-    peers = Peers(group, breaker=breaker)
-    found = {"open_began": began, "open_ended": ended, "open_cpu": open_cpu, **_sum(peers, sums)}
-    if state_bytes and rank < 2:
-        found["copy_s"] = _copy(peers, rank=rank, state_bytes=state_bytes)
+    peers = Peers(opened, breaker=breaker)
+    found = {"open_began": began, "open_ended": ended, "open_cpu": open_cpu}
+    found |= _sum(peers, group.sums)
+    if group.state_bytes and rank < 2:
+        found["copy_s"] = _copy(peers, rank=rank, state_bytes=group.state_bytes)
     Path(folder, str(rank)).write_text(json.dumps(found))
-    _meet(client, f"{prefix}/gone", size)
+    _meet(client, f"{group.prefix}/gone", group.size)
 
 
 def _meet(client: Store, key: str, size: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.results_page.pictures import _COLORS, _grid, _label, _make_log
+from benchmarks.results_page.pictures import COLORS, grid, label_axes, make_log
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ _LOADS = {"launcher_load": "the launcher", "store_load": "the store's thread"}
 
 def draw_scale(rows: Sequence[Row], *, path: Path) -> None:
     """Draw small sums, a regroup's parts on the last network, and what is busy without a change."""
-    figure, (sums, regroup, loads) = _grid(3)
+    figure, (sums, regroup, loads) = grid(3)
     networks = list(dict.fromkeys(row["network"] for row in rows))
     last = [row for row in rows if row["network"] == networks[-1]]
     for network in networks:
@@ -47,7 +47,7 @@ def draw_scale(rows: Sequence[Row], *, path: Path) -> None:
 
 
 def _line(axes: Axes, rows: Sequence[Row], name: str, *, label: str, scale: float = 1.0) -> None:
-    color = _COLORS[len(axes.lines) % len(_COLORS)]
+    color = COLORS[len(axes.lines) % len(COLORS)]
     workers = [row["workers"] for row in rows]
     values = [scale * row[name] for row in rows]
     axes.plot(workers, values, color=color, marker="o", ms=3, lw=1.4, label=label)
@@ -57,6 +57,6 @@ def _finish(axes: Axes, rows: Sequence[Row], *, title: str, y: str) -> None:
     ticks = [row["workers"] for row in rows][::3]
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(one) for one in ticks])
-    _make_log(axes)
-    _label(axes, title=title, x="workers", y=y)
+    make_log(axes)
+    label_axes(axes, title=title, x="workers", y=y)
     axes.legend(frameon=False, fontsize=7)
