@@ -20,6 +20,7 @@ from benchmarks.launched import JobError, LaunchedJob
 __all__ = ["Job"]
 
 _VANISH_LIMIT_S = 20.0
+_STOP_S = 0.01  # a system call that a worker is in ends first
 _QUIET_ROUNDS, _BETWEEN_ROUNDS_S = 3, 0.02
 
 
@@ -40,6 +41,20 @@ class Job(LaunchedJob):
     def start(self, num_workers: int) -> None:
         """Start the job, for the first time or again, with so many workers."""
         self.launch({"--initial": str(num_workers)})
+
+    def freeze(self) -> None:
+        """Stop all workers where they are; they can be killed, or go on."""
+        self._signal(signal.SIGSTOP)
+        time.sleep(_STOP_S)
+
+    def thaw(self) -> None:
+        """Let workers that were stopped go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def kill(self, *, launcher_first: bool = True, gaps_s: Iterable[float] = ()) -> None:
         """Kill launcher and workers, then whatever else there is.

@@ -148,10 +148,24 @@ class Rounds:
         seen: set[str] = set()
         # Two whole ones are left by the first round, so that one can be damaged.
         least = self._draw.randint(1, 2) if self.done else 3
-        self._wait(lambda: self._see_drafts(seen) >= least, what=f"checkpoint {least}")
+        self._wait_for_draft(least, seen)
         if aim == "publish":
             self._wait(lambda: not seen & drafts(self._folder).keys(), what="its publication")
-        time.sleep(self._draw.uniform(0, _IN_WRITE_S))
+            time.sleep(self._draw.uniform(0, _IN_WRITE_S))
+            return
+        within_s = _IN_WRITE_S
+        while not self._cut(seen, after_s=self._draw.uniform(0, within_s)):
+            within_s /= 2
+            self._wait_for_draft(len(seen) + 1, seen)
+
+    def _cut(self, seen: set[str], *, after_s: float) -> bool:
+        """Stop all workers and return whether one is writing; if not, let them go on."""
+        time.sleep(after_s)
+        self._job.freeze()
+        if seen & drafts(self._folder).keys():
+            return True
+        self._job.thaw()
+        return False
 
     def _wait(self, fact: Any, *, what: str) -> None:
         def is_so() -> bool:
@@ -159,6 +173,9 @@ class Rounds:
             return fact()
 
         wait_until(is_so, limit_s=_WAIT_LIMIT_S, what=what, poll_s=_POLL_S)
+
+    def _wait_for_draft(self, number: int, seen: set[str]) -> None:
+        self._wait(lambda: self._see_drafts(seen) >= number, what=f"checkpoint {number}")
 
     def _see_drafts(self, seen: set[str]) -> int:
         seen |= drafts(self._folder).keys() - self._known_drafts
