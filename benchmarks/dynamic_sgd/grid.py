@@ -65,7 +65,7 @@ class Grid:
 def grid_of(task: str, *, quick: bool) -> Grid:
     """Return the grid of a task: the full one for one task, a part of it for the others."""
     if quick:
-        ramps = (IMMEDIATE, RATIO_RAMP)
+        ramps = (IMMEDIATE, RATIO_RAMP, KEPT_RAMP)
         return Grid(ratios=(16,), shrinks=False, ramps=ramps, seeds=2, horizon=140, finishes=False)
     if task != FULL_TASK:
         return Grid()
@@ -126,7 +126,7 @@ def make_plan(
         folder: of the ledger, where the states before the changes are kept, too.
         ratios: instead of the grid's own.
         seeds: instead of the grid's own.
-        quick: growth by 16 in the middle of each task's run, at once and with a ramp.
+        quick: growth by 16 in the middle of each task's run, at once, by equation 6 and by default.
     """
     plan = Plan()
     for task in tasks:
