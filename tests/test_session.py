@@ -30,6 +30,7 @@ from elastane import (
     LocalBatch,
     Measuring,
     Session,
+    step_sums,
 )
 from elastane.errors import (
     ArgumentError,
@@ -98,7 +99,7 @@ def test_step_returns_none_inside_a_window_and_the_result_at_its_end() -> None:
     assert result.loss is not None
 
 
-def test_loss_backward_trains_exactly_as_session_backward_does() -> None:
+def test_loss_backward_trains_as_session_backward_does() -> None:
     records = []
     for own in (True, False):
         session, _ = build_session(build_model())
@@ -114,8 +115,10 @@ def test_loss_backward_trains_exactly_as_session_backward_does() -> None:
         records.append([r.progress for r in results if r is not None])
         weights = [parameter.detach().clone() for parameter in session.model.parameters()]
         records.append(weights)
-    assert records[0] == records[2]
-    assert all(torch.equal(a, b) for a, b in zip(records[1], records[3], strict=True))
+    # One weights the gradient and the other the loss, so they round differently.
+    assert records[0] == pytest.approx(records[2], rel=1e-4)
+    pairs = zip(records[1], records[3], strict=True)
+    assert all(torch.allclose(a, b, rtol=0, atol=2e-5) for a, b in pairs)
 
 
 def test_adascale_takes_fewer_steps_and_each_is_worth_its_gain() -> None:
@@ -1180,8 +1183,10 @@ def waits_in(function: Any) -> int:
 
 @pytest.mark.parametrize("with_scaler", [False, True])
 def test_a_step_waits_for_one_small_vector_and_no_scalar_more_than_a_plain_loop(
-    with_scaler: bool,
+    with_scaler: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(step_sums, "reads_at_once", lambda _device: False)  # as on an accelerator
+
     def scaler() -> torch.amp.GradScaler | None:
         return torch.amp.GradScaler("cpu", init_scale=64.0) if with_scaler else None
 

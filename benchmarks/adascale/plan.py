@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.adascale.rules import AS_MANY_STEPS, AT_ONCE, TRIED
+from benchmarks.adascale.rules import AS_MANY_STEPS, AT_ONCE, SELDOM, TRIED
 from benchmarks.runs.ledger import Run
 from benchmarks.runs.training import POINTS, Change
 from benchmarks.tasks import load_task
@@ -112,6 +112,9 @@ def _cells(
     for change in CHANGES:
         for rule in ("adascale", AT_ONCE, "lsw"):
             yield Cell(task=task, rule=rule, scale=change), few
+    for scale in scales:
+        if scale >= _LARGE:
+            yield Cell(task=task, rule=SELDOM, scale=scale), few
     for rule, tried_at in TRIED_AT.get(task, {}).items():
         for scale in sorted({*tried_at} & {*scales}):
             yield Cell(task=task, rule=rule, scale=scale), few

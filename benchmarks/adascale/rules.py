@@ -7,21 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from elastane import AdaScale, Identity, Linear, MomentumRamp, Sqrt, WarmUp
+from elastane.measuring import AUTO
 from elastane.momentum import Compensation
 from elastane.scaling import Rule, Scaling, StepContext
 
-__all__ = ["AS_MANY_STEPS", "AT_ONCE", "TRIED", "Stretched", "compensation_of", "rule_of"]
+__all__ = [
+    "AS_MANY_STEPS",
+    "AT_ONCE",
+    "SELDOM",
+    "TRIED",
+    "Stretched",
+    "compensation_of",
+    "rule_of",
+]
 
 AS_MANY_STEPS = "lsw+"
 AT_ONCE = "adascale, no ramp"
-TRIED: Mapping[str, Mapping[str, float]] = {
+SELDOM = "adascale, seldom measured"
+TRIED: Mapping[str, Mapping[str, Any]] = {
     "adascale, momentum 0.9": {"momentum": 0.9},
     "adascale, momentum 0.5": {"momentum": 0.5},
     "adascale, no average": {"smoothing": 0.0},
+    SELDOM: {"every": AUTO},
 }
-"""AdaScale with what is not a task's own or elastane's default, by name: fields of `Conditions`."""
+"""AdaScale with other conditions than its rows have, by name: fields of `Conditions`."""
 _HAIR = 1e-9
 
 

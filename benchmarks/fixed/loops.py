@@ -163,7 +163,7 @@ def _time_parts(session: Session, recorder: Recorder) -> None:
     wrap(stepper, "opening the window", "open", "begin")
     wrap(loop, "opening the window", "_begin")
     wrap(stepper, "taking the loss", "backward")
-    wrap(tap, "putting gradients together", "_keep", "_take_gradients", "_merge_own")
+    wrap(tap, "putting gradients together", "_keep", "_gradients", "_merge_own")
     wrap(tap, "putting gradients together", "_reduce_bucket", "_add_set_aside")
     wrap(tap, "norms of gradients", "_count_local", "_grouped_sqr_norms", "_sqr_norms")
     wrap(tap, "norms of gradients", "_measure_mean")

@@ -118,6 +118,7 @@ class Conditions:
         held_at: part of the run, 0 to 1, whose learning rate is kept on without end.
         order: another seed for the order of the samples alone.
         measure: whether gradient statistics are taken.
+        every: in which of the steps, as `Measuring.every`.
         smoothing: of their averages; 0 leaves each step's own, `None` is elastane's default.
     """
 
@@ -130,6 +131,7 @@ class Conditions:
     held_at: float | None = None
     order: int | None = None
     measure: bool = True
+    every: int | str = 1
     smoothing: float | None = None
 
 
@@ -194,7 +196,8 @@ def set_up(subject: Subject, conditions: Conditions) -> Bench:
         batch=batch,
         compensation=conditions.compensation,
         measuring=Measuring(
-            every=1 if conditions.measure else _NEVER, smoothing=conditions.smoothing
+            every=conditions.every if conditions.measure else _NEVER,
+            smoothing=conditions.smoothing,
         ),
         loader=LoaderOptions(
             seed=conditions.seed if conditions.order is None else conditions.order,

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from elastane import _compat
 from elastane.errors import UsageError
-from elastane.gradients import Extra, GradientTap
+from elastane.gradients import GradientTap
 from elastane.optimizers import AnyOptimizer, members_of
 from elastane.sharded import ShardedTap
+from elastane.step_sums import Extra
 
 __all__ = ["GradScaling"]
 

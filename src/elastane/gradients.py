@@ -17,12 +17,10 @@ from elastane.errors import CommunicationError, UnsupportedError, UsageError
 from elastane.measurement import Measurement, read_measurement
 from elastane.norms import Run, runs_of_groups, squared_norm_of_all, squared_norms_of_runs
 from elastane.peers import Peers
+from elastane.step_sums import Extra, StepSums
 from elastane.window import Window
 
-__all__ = ["Extra", "GradientTap", "as_vector"]
-
-Extra = float | Tensor
-"""A value to be summed over the ranks with the step's statistics."""
+__all__ = ["GradientTap"]
 
 
 class GradientTap(Window):
@@ -100,10 +98,22 @@ class GradientTap(Window):
         """Open a window (see `elastane.window.Window.begin`)."""
         super().begin(batch_samples=batch_samples, measure=measure)
         self._set_aside: dict[int, Tensor] = {}
-        self._local: list[Tensor] = []
-        self._means: dict[int, Tensor] = {}
+        self._sums = StepSums(len(self._parameters))
         self._small: tuple[Tensor, dist.Work | None] | None = None
         self._reduced_twice = False
+
+    def begin_micro_batch(self, weight: float, *, weighted: bool = False) -> None:
+        """Announce a micro-batch (see `elastane.window.Window.begin_micro_batch`).
+
+        One whose gradient comes weighted is added to what was set aside by backward itself, if
+        nobody needs to see it alone: that spares a second copy of all gradients.
+        """
+        super().begin_micro_batch(weight, weighted=weighted)
+        if weighted and self._set_aside and not self._measure:
+            for group in self._parameters:
+                for parameter in group:
+                    if id(parameter) in self._set_aside:
+                        parameter.grad = self._set_aside.pop(id(parameter))
 
     def set_aside(self) -> None:
         """Take the gradient of an inner micro-batch out of `p.grad` and keep it, weighted.
@@ -111,7 +121,10 @@ class GradientTap(Window):
         Raises:
             UsageError: there was no backward since the last call.
         """
-        gradients = self._take_gradients()
+        gradients = self._gradients()
+        for group in self._parameters:
+            for parameter in group:
+                parameter.grad = None
         self._count_local(gradients)
         if self._weight:
             self._keep(gradients)
@@ -123,13 +136,14 @@ class GradientTap(Window):
                         parameter.grad = torch.zeros_like(gradients[id(parameter)])
 
     def _keep(self, gradients: dict[int, Tensor]) -> None:
-        share = self._weight / self._batch_samples
+        share = self._share
         new = [one for one in gradients if one not in self._set_aside]
         old = [one for one in gradients if one in self._set_aside]
         if self._has_bucket_views:  # which the next backward would overwrite
             gradients.update((p, gradients[p].clone()) for p in new if gradients[p]._is_view())
         if new:
-            foreach_mul_([gradients[one] for one in new], share)
+            if share != 1:
+                foreach_mul_([gradients[one] for one in new], share)
             self._set_aside.update((one, gradients[one]) for one in new)
         if old:
             kept = [self._set_aside[one] for one in old]
@@ -158,27 +172,32 @@ class GradientTap(Window):
         return self._settled
 
     def _merge_own(self) -> None:
-        gradients = self._take_gradients()
+        gradients = self._gradients()
         self._count_local(gradients)
-        share = self._weight / self._batch_samples
-        if share == 0:
+        if self._share == 0:
             foreach_zero_(list(gradients.values()))
-        elif share != 1:
-            foreach_mul_(list(gradients.values()), share)
+        elif self._share != 1:
+            foreach_mul_(list(gradients.values()), self._share)
+        if self._set_aside:
+            self._add_to(gradients)
+        sqr_norms = self._grouped_sqr_norms(gradients)
+        self._sums.set_mean(0, sqr_norms)
+        self._launch_small(sqr_norms.device)
+
+    def _add_to(self, gradients: dict[int, Tensor]) -> None:
+        """Add what was set aside to the last micro-batch's gradients."""
         both = [one for one in gradients if one in self._set_aside]
-        if both:
-            kept = [self._set_aside.pop(one) for one in both]
-            foreach_add_([gradients[one] for one in both], kept)
-        gradients |= self._set_aside
-        self._set_aside.clear()
+        kept = [self._set_aside.pop(one) for one in both]
+        foreach_add_([gradients[one] for one in both], kept)
         for group in self._parameters:
             for parameter in group:
-                parameter.grad = gradients.get(id(parameter))
-        self._means[0] = self._grouped_sqr_norms(gradients)
-        self._launch_small(self._means[0].device)
+                if id(parameter) in self._set_aside:
+                    parameter.grad = self._set_aside[id(parameter)]
+        gradients |= self._set_aside
+        self._set_aside.clear()
 
-    def _take_gradients(self) -> dict[int, Tensor]:
-        """Take the gradients out of `p.grad`, by the parameters' ids: a tensor's hash is slow."""
+    def _gradients(self) -> dict[int, Tensor]:
+        """Return the gradients in `p.grad`, by the parameters' ids: a tensor's hash is slow."""
         gradients: dict[int, Tensor] = {}
         for group in self._parameters:
             for parameter in group:
@@ -187,7 +206,6 @@ class GradientTap(Window):
                     if gradient.is_sparse:
                         raise UnsupportedError(_SPARSE)
                     gradients[id(parameter)] = gradient
-                    parameter.grad = None
         if not gradients:
             raise UsageError(_NO_BACKWARD)
         return gradients
@@ -195,7 +213,7 @@ class GradientTap(Window):
     def _count_local(self, gradients: dict[int, Tensor]) -> None:
         self._count()
         if self._measure and self._weight:
-            self._local.append(self._grouped_sqr_norms(gradients) * self._weight)
+            self._sums.add_local(self._grouped_sqr_norms(gradients), factor=self._norm_weight)
 
     def _describe_missing(self) -> str:
         """Return why DDP did not average: no backward, or one that missed parameters."""
@@ -231,8 +249,9 @@ class GradientTap(Window):
         self._reduced_twice |= self._small is not None
         if self._weight:
             if self._measure:
-                self._local.append(self._sqr_norms(buffer, runs) * self._weight)
-            buffer.mul_(self._weight / self._batch_samples)
+                self._sums.add_local(self._sqr_norms(buffer, runs), factor=self._norm_weight)
+            if self._share != 1:
+                buffer.mul_(self._share)
         else:
             buffer.zero_()
         if self._set_aside:
@@ -291,7 +310,7 @@ class GradientTap(Window):
         self, index: int, buffer: Tensor, runs: Sequence[Run], failure: str | None
     ) -> Tensor:
         if failure is None:
-            self._means[index] = self._sqr_norms(buffer, runs)
+            self._sums.set_mean(index, self._sqr_norms(buffer, runs))
         else:
             self._failure = failure
         return buffer
@@ -302,15 +321,8 @@ class GradientTap(Window):
     def _launch_small(self, device: torch.device) -> None:
         """Start the step's small SUM reduction: statistics, count, flag, extras."""
         extras = tuple(self._extras()) if self._extras else ()
-        counts = (self._total_weight, self._num_gradients)
-        if self._local:
-            local = _total(self._local)
-            clean = local.nan_to_num(0.0, 0.0, 0.0)
-            told = pieces((*counts, clean.ne(local).any(), *extras), device)
-            vector = torch.cat([clean, *told])
-        else:
-            none = [0.0] * len(self._parameters)
-            vector = as_vector((*none, *counts, 0.0, *extras), device)
+        counts = (self._total_weight, float(self._num_gradients))
+        vector = self._sums.vector(counts, extras, device=device)
         work = None if self._peers is None else self._start_sum(vector)
         self._small = (vector, work)
 
@@ -320,12 +332,10 @@ class GradientTap(Window):
             self._failure = self._peers.breaker.outcome(work, on_host=not vector.is_cuda)
         if self._failure is not None:
             raise CommunicationError(_BROKEN.format(cause=self._failure))
-        means = _total([self._means[index] for index in sorted(self._means)])
-        scale = pieces([loss_scale], vector.device)
-        *values, known_scale = torch.cat([vector, means, *scale]).tolist()
+        reduced, means, known_scale = self._sums.read(vector, loss_scale)
         measurement = read_measurement(
-            values[: len(vector)],
-            values[len(vector) :],
+            reduced,
+            means,
             batch_samples=self._batch_samples,
             loss_scale=known_scale,
             measured=self._measure,
@@ -339,34 +349,6 @@ class GradientTap(Window):
 def _average_bucket(tap: GradientTap, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's communication hook; it wants its second parameter to be called `bucket`."""
     return tap._reduce_bucket(bucket)
-
-
-def as_vector(values: Sequence[Extra], device: torch.device) -> Tensor:
-    """Return host numbers and device scalars in one float64 vector, without waiting."""
-    return torch.cat(pieces(values, device))
-
-
-def pieces(values: Sequence[Extra], device: torch.device) -> list[Tensor]:
-    """Return vectors that put together are `as_vector`: neighbours on the host are one of them."""
-    found: list[Tensor] = []
-    host: list[float] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found += [*_moved(host, device), value.double().reshape(1)]
-            host = []
-        else:
-            host.append(float(value))
-    return [*found, *_moved(host, device)]
-
-
-def _moved(numbers: list[float], device: torch.device) -> list[Tensor]:
-    if not numbers:
-        return []
-    return [torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)]
-
-
-def _total(vectors: list[Tensor]) -> Tensor:
-    return vectors[0] if len(vectors) == 1 else torch.stack(vectors).sum(0)
 
 
 _BROKEN = (

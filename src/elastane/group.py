@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from elastane import replica
-from elastane._compat import rebuild_buckets, remove_hooks
+from elastane._compat import held_by_modules, rebuild_buckets, remove_hooks
 from elastane.batching import World
 from elastane.gradients import GradientTap
 from elastane.peers import Peers
@@ -166,7 +166,8 @@ class Wrapping:
         self.model = model
         self._tap = tap
         self._ddp = dict(ddp)
-        self._trainable: frozenset[int] = frozenset()
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._trainable: list[int] = []
         self._wrapper: DistributedDataParallel | None = None
         self._is_settled = True
         self.peers: Peers | None = None
@@ -230,8 +231,11 @@ class Wrapping:
         self._unwrap()
         self.peers = None
 
-    def _now_trainable(self) -> frozenset[int]:
-        return frozenset(id(p) for p in self.model.parameters() if p.requires_grad)
+    def _now_trainable(self) -> list[int]:
+        """Return the modules and the parameters that require a gradient, by their ids."""
+        children = [id(child) for _, held in self._held for child in held.values()]
+        owned = (p for held, _ in self._held for p in held.values())
+        return children + [id(p) for p in owned if p is not None and p.requires_grad]
 
     def _wrap(self, peers: Peers, *, spread_weights: bool) -> None:
         options = {**self._ddp, "init_sync": spread_weights and self._ddp.get("init_sync", True)}
@@ -241,6 +245,7 @@ class Wrapping:
         )
         self._tap.attach(wrapper, peers=peers)
         self.model.use(wrapper, on_failure=self._tap.note_failure)
+        self._held = held_by_modules(self.model.inner)
         self._trainable = self._now_trainable()
         self._wrapper, self._is_settled = wrapper, wrapper.find_unused_parameters
 
@@ -249,7 +254,7 @@ class Wrapping:
             remove_hooks(self._wrapper)
         self.model.use(None)
         self._tap.detach()
-        self._trainable = frozenset()
+        self._held, self._trainable = [], []
         self._wrapper = None
 
 

@@ -37,7 +37,7 @@ class Measuring:
 
     averaging: str = "debiased"
     smoothing: float | None = None
-    every: int | str = 1
+    every: int | str = AUTO
     error: float = 0.02
     current: bool = False
     per: str = "model"

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from elastane._compat import foreach_mul_
 from elastane.errors import CommunicationError, UnsupportedError, UsageError
-from elastane.gradients import Extra, as_vector
 from elastane.measurement import Measurement, read_measurement
 from elastane.norms import squared_norm, squared_norm_of_all
 from elastane.peers import Peers
 from elastane.sharded_unit import Unit
 from elastane.sharding import Sharding, local_of, units_of
+from elastane.step_sums import Extra, as_vector
 from elastane.window import Window
 
 __all__ = ["ShardedTap"]
@@ -164,8 +164,9 @@ class ShardedTap(Window):
             gradient.zero_()
             return
         if self._measure:
-            self._local.append((unit.group, squared_norm(gradient) * self._weight))
-        gradient.mul_(self._weight / self._batch_samples)
+            self._local.append((unit.group, squared_norm(gradient) * self._norm_weight))
+        if self._share != 1:
+            gradient.mul_(self._share)
 
     @torch.no_grad()
     def _read(self, loss_scale: Extra) -> Measurement:

@@ -25,7 +25,7 @@ from elastane.arguments import (
 from elastane.controller import Decision, StepController
 from elastane.errors import CommunicationError, UsageError, check_choice, check_positive
 from elastane.grad_scaling import GradScaling
-from elastane.gradients import Extra, GradientTap
+from elastane.gradients import GradientTap
 from elastane.jointly import weighted_joint_norms
 from elastane.layers import LayerNorms
 from elastane.measurement import Measurement
@@ -34,6 +34,7 @@ from elastane.optimizers import AnyOptimizer, members_of
 from elastane.planning import StepPlan
 from elastane.schedule import AnySchedule, Schedule
 from elastane.sharded import ShardedTap
+from elastane.step_sums import Extra, known
 
 __all__ = ["Outcome", "Stepper"]
 
@@ -107,8 +108,10 @@ class Stepper:
             self._groups,
             extras=lambda: extras() if (extras := own_extras()) else (),
         )
-        self._losses: list[tuple[Tensor, float]] = []
+        self._losses: list[Extra] = []
+        self._loss_weight = 0.0
         self._warned = self._is_stepping = self._had_backward = False
+        self._by_layers = self._is_weighted = False
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -127,6 +130,8 @@ class Stepper:
         """Return a micro-batch's weight in proportion to the others'."""
         if self._weight == 0:
             raise UsageError(_NO_SHARE)
+        if self._is_weighted:
+            return 1.0
         return self._weight * len(self._plan.micro_batches) / self._plan.batch_samples
 
     def _refuse_foreign_step(self, *_: object) -> None:
@@ -159,10 +164,11 @@ class Stepper:
         self.tap.begin(batch_samples=plan.batch_samples, measure=measure and not single)
         if not single:
             self._layers.rest()
-        by_layers = measure and single and self.controller.takes_layers and plan.batch_samples > 1
-        self._layers.begin(plan.batch_samples if by_layers else 0)
+        takes_layers = single and self.controller.takes_layers
+        self._by_layers = measure and takes_layers and plan.batch_samples > 1
+        self._layers.begin(plan.batch_samples if self._by_layers else 0)
         self._plan, self._extras = plan, extras
-        self._losses = []
+        self._losses, self._loss_weight = [], 0.0
 
     def take_parameters(self) -> int:
         """Measure the parameters that the optimizer has now; return the number of their groups."""
@@ -173,7 +179,7 @@ class Stepper:
     def begin(self, weight: float, *, last: bool) -> None:
         """Announce a micro-batch and the weight of its mean loss."""
         self._weight, self._is_last = float(weight), last
-        self._had_backward = False
+        self._had_backward = self._is_weighted = False
         self.tap.begin_micro_batch(weight)
 
     def backward(self, loss: Tensor, *, weight: float | None, reduction: str = "mean") -> None:
@@ -184,20 +190,36 @@ class Stepper:
         if weight is not None and self._weight:
             self._weight = checked_weight(weight)
             self.tap.begin_micro_batch(self._weight)
-        if check_choice("reduction", reduction, ("mean", "sum")) == "sum":
-            loss = loss / (self._weight or 1.0)
+        is_sum = check_choice("reduction", reduction, ("mean", "sum")) == "sum"
         if self._weight:
-            value = loss.detach().double().reshape(()) * self._weight
-            self._losses.append((value, self._weight))
+            self._losses.append(known(loss) * (1.0 if is_sum else self._weight))
+            self._loss_weight += self._weight
+        seed = self._seed(loss, is_sum=is_sum)
+        if is_sum and seed is None:
+            loss = loss / (self._weight or 1.0)
         self._had_backward = True
         try:
-            self._scaling.scaled(loss).backward()
+            self._scaling.scaled(loss).backward(seed)
         except RuntimeError:
             if not self.tap.is_broken:
                 raise
         if self._is_last:
             with suppress(CommunicationError):
                 self._settle(in_backward=True)
+
+    def _seed(self, loss: Tensor, *, is_sum: bool) -> Tensor | None:
+        """Return what backward is to begin with, so that the gradient comes weighted.
+
+        That spares a pass over all gradients. Not where a scale, or half precision, would take
+        the weight's accuracy, nor where layers look at the gradient of the mean loss.
+        """
+        share = self._weight / self._plan.batch_samples
+        exact = loss.dtype in (torch.float32, torch.float64) and self._scaling.scaler is None
+        if share == 1 or share == 0 or not exact or self._by_layers:
+            return None
+        self._is_weighted = True
+        self.tap.begin_micro_batch(self._weight, weighted=True)
+        return torch.full_like(loss, share / self._weight if is_sum else share)
 
     def set_aside(self) -> None:
         """End an inner micro-batch."""
@@ -279,7 +301,7 @@ class Stepper:
             warnings.warn(_BLIND.format(scale=scale), stacklevel=5)
 
     def _all_extras(self) -> Sequence[Extra]:
-        return (*_weighted_sum(self._losses), *self._told_by_layers(), *self._extras())
+        return (_total(self._losses), self._loss_weight, *self._told_by_layers(), *self._extras())
 
     def _told_by_layers(self) -> Sequence[Extra]:
         return self._layers.told(
@@ -292,11 +314,10 @@ class Stepper:
         return sum(len(group["params"]) for group in self._optimizer.param_groups)
 
 
-def _weighted_sum(losses: Sequence[tuple[Tensor, float]]) -> tuple[Extra, float]:
-    """Return the sum of weighted losses, where they lie, and that of their weights."""
-    values = [value for value, _ in losses]
-    total = values[0] if len(values) == 1 else torch.stack(values).sum() if values else 0.0
-    return total, sum(weight for _, weight in losses)
+def _total(values: Sequence[Extra]) -> Extra:
+    """Return the sum of values that all lie on the host, or all on one device."""
+    on_device = [one for one in values if isinstance(one, Tensor)]
+    return torch.stack(on_device).sum() if on_device else sum(values)
 
 
 _BLIND = (

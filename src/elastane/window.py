@@ -15,6 +15,10 @@ class Window:
     """What `elastane.gradients.GradientTap` and `elastane.sharded.ShardedTap` have in common."""
 
     _peers: Peers | None = None
+    _share: float
+    """What the micro-batch's gradient is still to be multiplied by."""
+    _norm_weight: float
+    """What its squared norm, as it comes, counts in the sum `sum b_i |g_i|^2`."""
 
     @property
     def is_alone(self) -> bool:
@@ -44,19 +48,28 @@ class Window:
         """
         self._batch_samples = float(batch_samples)
         self._measure = measure
-        self._weight = self._total_weight = 0.0
+        self._total_weight = 0.0
         self._num_gradients = 0
         self._failure: str | None = None
         self._settled: Measurement | None = None
+        self._begin_micro_batch(0.0, weighted=False)
 
-    def begin_micro_batch(self, weight: float) -> None:
+    def begin_micro_batch(self, weight: float, *, weighted: bool = False) -> None:
         """Announce a micro-batch, or change its weight before its backward.
 
         Args:
             weight: `b_i`: its samples, or another weight of its mean loss; 0 takes part in the
                 communication alone.
+            weighted: whether its gradient will come multiplied by `b_i / B`, and not that of the
+                mean loss.
         """
-        self._weight = float(weight)
+        self._begin_micro_batch(float(weight), weighted=weighted)
+
+    def _begin_micro_batch(self, weight: float, *, weighted: bool) -> None:
+        batch = self._batch_samples
+        self._weight = weight
+        self._share = 1.0 if weighted else weight / batch
+        self._norm_weight = batch * batch / weight if weighted else weight
 
     def _count(self) -> None:
         """Count the micro-batch whose backward has ended."""
