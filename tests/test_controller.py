@@ -30,7 +30,7 @@ def controller(rule=None, *, compensation=None, num_groups=1, base_batch_size=16
         base_batch_size=base_batch_size,
         num_steps=1000,
         compensation=compensation,
-        measuring=Measuring(**measuring),
+        measuring=Measuring(**{"every": 1, **measuring}),
         num_groups=num_groups,
     )
 

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from elastane import step_sums
 from elastane.errors import CommunicationError, UnsupportedError, UsageError
 from elastane.gradients import GradientTap
 from elastane.noise import MomentAverage, Moments, estimate_moments, gain, total_moments
 from elastane.peers import Peers
 from elastane.replica import wrap
-from elastane.step_sums import as_vector
+from elastane.step_sums import StepSums, as_vector
 
 always = partial(settings, derandomize=True, deadline=None, database=None)
 exactly = partial(pytest.approx, rel=1e-11, abs=1e-13)
@@ -85,23 +86,42 @@ def expected(model, batches, *, weights, groups, batch_samples=None):
 
 
 def run_window(
-    tap, model, batches, *, weights, batch_samples=None, measure=True, loss_scale=1.0, zero=None
+    tap,
+    model,
+    batches,
+    *,
+    weights,
+    batch_samples=None,
+    measure=True,
+    loss_scale=1.0,
+    zero=None,
+    weighted=(),
 ):
-    """One window: `model` may be wrapped; all but the last backward are not synchronised."""
+    """One window: `model` may be wrapped; all but the last backward are not synchronised.
+
+    The gradients of the micro-batches whose numbers are in `weighted` come weighted.
+    """
     if zero is None:
         model.zero_grad(set_to_none=True)
     else:
         zero()
-    tap.begin(batch_samples=batch_samples or sum(weights), measure=measure)
+    batch_samples = batch_samples or sum(weights)
+    tap.begin(batch_samples=batch_samples, measure=measure)
     for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
         last = number == len(batches) - 1
         tap.begin_micro_batch(weight)
         unsynced = not last and isinstance(model, nn.parallel.DistributedDataParallel)
         with model.no_sync() if unsynced else nullcontext():
             inputs, targets = batch
-            (F.mse_loss(model(inputs), targets) * loss_scale).backward()
+            loss, seed = F.mse_loss(model(inputs), targets) * loss_scale, None
+            if number in weighted:
+                tap.begin_micro_batch(weight, weighted=True)
+                seed = torch.full_like(loss, weight / batch_samples)
+            loss.backward(seed)
         if not last:
             tap.set_aside()
+            own = [p for group in tap._parameters for p in group]
+            assert all(p.grad is None or not p.grad.any() for p in own)
     return tap.settle(loss_scale=loss_scale)
 
 
@@ -621,6 +641,103 @@ def test_ddp_gives_what_one_process_gives(options, sizes, set_to_none, group):
                 parameter -= 0.1 * parameter.grad
 
 
+WEIGHTED = [(0, 1, 2), (0,), (1,), (2,), (0, 2)]
+
+
+def check_weighted(tap, model, inner, batches, *, groups, weighted, measure):
+    """All micro-batches or some come weighted; all are measured or none."""
+    weights = [3, 1, 2]
+    measurement = run_window(
+        tap, model, batches, weights=weights, batch_samples=8, weighted=weighted, measure=measure
+    )
+    wanted = expected(inner, batches, weights=weights, groups=groups, batch_samples=8)
+    if not measure:
+        assert measurement.weighted_sqr_norms is None
+        measurement = replace(measurement, weighted_sqr_norms=wanted.weighted)
+    check(measurement, inner, wanted)
+
+
+@pytest.mark.parametrize("weighted", WEIGHTED, ids=str)
+@pytest.mark.parametrize("measure", [True, False])
+def test_gradients_that_come_weighted_are_measured_and_added_up_the_same(weighted, measure):
+    model = make_model()
+    groups = [list(model.parameters())[:1], list(model.parameters())[1:]]
+    for step in range(2):
+        batches = make_batches([3, 1, 2], seed=step)
+        options = {"groups": groups, "weighted": weighted, "measure": measure}
+        check_weighted(GradientTap(groups), model, model, batches, **options)
+
+
+@pytest.mark.parametrize("options", DDP_OPTIONS, ids=str)
+@pytest.mark.parametrize("weighted", WEIGHTED, ids=str)
+@pytest.mark.parametrize("measure", [True, False])
+def test_gradients_that_come_weighted_are_the_same_under_ddp(options, weighted, measure, group):
+    model = make_model()
+    groups = [list(model.parameters())]
+    tap, wrapper = attach(model, group=group, **options)
+    run_window(tap, wrapper, make_batches([2]), weights=[2])  # a static graph begins so
+    for step in range(2):
+        batches = make_batches([3, 1, 2], seed=step)
+        again = {"groups": groups, "weighted": weighted, "measure": measure}
+        check_weighted(tap, wrapper, model, batches, **again)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("signs", [[1, -1, 1], [1, 1, -1], [-1, -1, 1]], ids=str)
+@pytest.mark.parametrize("measure", [True, False])
+def test_weighted_gradients_of_parameters_that_the_last_micro_batch_does_not_use(
+    signs, options, measure, group
+):
+    model = Branches().double()
+    groups = [list(model.stem.parameters()), [*model.left.parameters(), *model.right.parameters()]]
+    tap, wrapper = attach(model, group=group, groups=groups, find_unused_parameters=True, **options)
+    for _ in range(2):
+        again = {"groups": groups, "weighted": (0, 1, 2), "measure": measure}
+        check_weighted(tap, wrapper, model, branch_batches(signs), **again)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("ddp", [False, True])
+def test_a_step_that_is_not_measured_keeps_one_copy_of_the_gradients(num_micro_batches, ddp, group):
+    model = make_model()
+    tap, wrapper = GradientTap([[*model.parameters()]]), model
+    if ddp:
+        tap, wrapper = attach(model, group=group)
+    sizes = [2] * num_micro_batches
+    for measure, copies in ((True, min(num_micro_batches, 2)), (False, 1)):
+        alive = []
+        hook = model[0].weight.register_post_accumulate_grad_hook(
+            lambda p: alive.append(1 + (id(p) in tap._set_aside))  # noqa: B023
+        )
+        run_window(
+            tap, wrapper, make_batches(sizes), weights=sizes, measure=measure, weighted=range(9)
+        )
+        hook.remove()
+        assert max(alive) == copies
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("loss_scale", [4.0, torch.tensor(4.0)], ids=["number", "tensor"])
+def test_sums_on_the_host_are_those_on_a_device(num_groups, broken, loss_scale, monkeypatch):
+    def told():
+        sums = StepSums(num_groups)
+        for number in range(2):
+            norms = torch.arange(num_groups, dtype=torch.float64) + number
+            if broken and number:
+                norms[-1] = math.inf
+            sums.add_local(norms, factor=3.0)
+            sums.set_mean(number, norms / 2)
+        extras = (1.5, torch.tensor(2.5), torch.tensor(3), 4)
+        vector = sums.vector((8.0, 2.0), extras, device=torch.device("cpu"))
+        return sums.read(vector, loss_scale)
+
+    on_host = told()
+    monkeypatch.setattr(step_sums, "reads_at_once", lambda _device: False)
+    assert told() == on_host
+    assert on_host[0][num_groups:] == [8.0, 2.0, float(broken), 1.5, 2.5, 3.0, 4.0]
+
+
 # BC-23
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
@@ -757,6 +874,9 @@ def test_a_second_wrapper_on_a_new_group_goes_on(group):
 
 class BrokenWork:
     """A collective that was launched and then fails."""
+
+    def is_completed(self):
+        return True
 
     def get_future(self):
         future = torch.futures.Future()

@@ -49,6 +49,43 @@ def catch_a_thread_in_the_wrapper():
     return gradient
 
 
+def freeze(model):
+    model.inner[0].bias.requires_grad_(False)
+
+
+def add_a_layer(model):
+    model.inner.append(nn.Linear(3, 1))
+
+
+def replace_a_layer(model):
+    model.inner[0] = nn.Linear(3, 3)
+
+
+def replace_a_parameter(model):
+    model.inner[1].weight = nn.Parameter(torch.ones(3, 3))
+
+
+@pytest.mark.parametrize(
+    "change", [freeze, add_a_layer, replace_a_layer, replace_a_parameter, lambda _model: None]
+)
+def test_the_model_is_wrapped_anew_when_other_parameters_train(change):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Replica(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+        wrapping = Wrapping(model, tap=GradientTap([list(model.parameters())]), ddp={})
+        wrapping.use(Peers(dist.group.WORLD))
+        before = wrapping._wrapper
+        change(model)
+        wrapping.refresh()
+        trainable = [p for p in model.inner.parameters() if p.requires_grad]
+        assert (wrapping._wrapper is before) == (len(trainable) == 4 and change.__name__[0] == "<")
+        wrapped = {id(p) for p in wrapping._wrapper._module_parameters}
+        assert wrapped >= {id(p) for p in trainable}
+    finally:
+        wrapping.drop()
+        dist.destroy_process_group()
+
+
 # [22]
 @pytest.mark.processes
 def test_a_wrapper_in_which_a_thread_is_caught_holds_up_no_later_backward(tmp_path):

@@ -60,7 +60,7 @@ def test_a_peer_that_is_not_installed_is_a_named_gap(monkeypatch):
     }
     names = {
         name
-        for one in overhead.comparisons(["cnn 0.09M"], list(METHODS), rounds=2)
+        for one in overhead.comparisons(["cnn 0.09M"], list(METHODS), rounds=2, limit_s=9.0)
         for name in one.methods
     }
     assert names == set(METHODS) - {"fairscale", ADAPTDL}
@@ -82,6 +82,7 @@ def test_each_method_of_ours_makes_steps_beside_the_others(processes, micro_batc
         micro_batches=micro_batches,
         methods=own,
         rounds=2,
+        limit_s=9.0,
     )
     rows = overhead.rows_of(comparison, compare(comparison))
     assert [row["method"] for row in rows] == [name for name in own if name != PLAIN]

@@ -536,6 +536,28 @@ def test_measuring_every_fourth_step_keeps_moments_in_between() -> None:
     assert count == -(-len(record["gain"]) // 4)
 
 
+def test_which_steps_are_measured_changes_no_bit_of_the_weights_under_a_rule_without_gain() -> None:
+    weights = []
+    for every in (1, 3, 1000, "auto"):
+        session, _ = build_session(
+            build_model(),
+            rule=elastane.Linear(),
+            measuring=Measuring(every=every),
+            batch=LocalBatch(15, micro_batches=3),
+            num_steps=40,
+        )
+        with session:
+            weights.append(train(session)["weights"])
+    assert all(torch.equal(one, weights[0]) for one in weights)
+
+
+def test_steps_are_measured_as_seldom_as_the_noise_allows_by_default() -> None:
+    session, _ = build_session(build_model(), batch=GlobalBatch(8, micro_batches=2))
+    with session:
+        num_steps = len(train(session)["gain"])
+        assert session.state_dict()["controller"]["averages"][0]["count"] < num_steps / 4
+
+
 def test_leaving_the_loop_in_a_window_loses_only_what_was_not_committed() -> None:
     whole, _ = build_session(build_model())
     with whole:

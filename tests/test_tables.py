@@ -21,7 +21,7 @@ from benchmarks.adascale import plan as adascale_plan
 from benchmarks.adascale import rows as adascale_rows
 from benchmarks.adascale import worker
 from benchmarks.adascale import workers as real_workers
-from benchmarks.adascale.rules import TRIED, Stretched, rule_of
+from benchmarks.adascale.rules import SELDOM, TRIED, Stretched, rule_of
 from benchmarks.adascale.runs import Predictor, measure_gain, train_once
 from benchmarks.dynamic_sgd import __main__ as dynamic_table
 from benchmarks.dynamic_sgd import grid, measure, ramps
@@ -158,7 +158,7 @@ def test_a_task_is_one_of_the_list_or_a_module_of_ones_own():
 def test_the_adascale_plan_has_as_many_runs_as_the_table_asks_for():
     plan = adascale_plan.make_plan([NAME], scales=None, seeds=None, quick=False)
 
-    fixed, few, changes, noise = 5 + 2 * 3 * 5, 3 * 2 * 3, 2 * 3 * 3, 3
+    fixed, few, changes, noise = 5 + 2 * 3 * 5, 4 * 2 * 3, 2 * 3 * 3, 3
     assert len(plan.runs) == fixed + few + changes + noise
     assert len({run.name for run in plan.runs}) == len(plan.runs)
     rules = {(cell.rule, cell.scale): len(names) for cell, names in plan.cells.items()}
@@ -739,6 +739,24 @@ def test_what_was_tried_where_the_metric_is_worse_is_told_beside_its_own_base():
         "momentum 0.5): within 2 sd of it, or better."
     )
     assert lines[4].endswith("0.7, and 0.9 ± 0.01 at S = 1 (adascale): worse, too.")
+
+
+def test_what_measuring_seldom_does_is_told_beside_measuring_each_step():
+    shared = {"task": "t", "higher_is_better": True, "metric_sd": 0.01, "mean_gain": 4.0}
+    shared |= {"diverged": 0, "seeds": 3}
+    rows = [
+        shared | {"rule": rule, "scale": scale, "metric_mean": metric}
+        for rule, scale, metric in [
+            *(("adascale", 16, 0.9), ("adascale", 64, 0.9)),
+            *((SELDOM, 16, 0.89), (SELDOM, 64, 0.8)),
+        ]
+    ]
+
+    lines = adascale_section.seldom(rows)
+
+    assert lines[4] == "| t | 16 | 0.9 ± 0.01 | 0.89 ± 0.01 | 4 | 4 | yes |"
+    assert lines[5] == "| t | 64 | 0.9 ± 0.01 | 0.8 ± 0.01 | 4 | 4 | **no** |"
+    assert adascale_section.seldom(rows[:2]) == []
 
 
 @pytest.mark.parametrize("growth", [True, False])

@@ -5,12 +5,14 @@
 Each comparison holds all methods in one process (or two, over gloo), each with its own copy of the
 model. In a round each makes a block of some steps; ratios to plain are taken round by round. All
 numbers are processor time of all workers, but for `wall_ratio`. `floor` is a plain step that reads
-each micro-gradient and the mean gradient once, by the kernel that elastane measures with.
+each micro-gradient and the mean gradient once, by the kernel that elastane measures with;
+`floor, mean only` reads the mean gradient alone, as a step that is not measured does.
 `scripts/peers` installs the libraries that are compared with; without it their rows are missing.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.output import versions, write_json
-from benchmarks.overhead.methods import ADAPTDL, METHODS, PLAIN, find_peers, missing
+from benchmarks.overhead.methods import ADAPTDL, CLIPPED, METHODS, PLAIN, find_peers, missing
 from benchmarks.overhead.models import SUBJECTS
 from benchmarks.overhead.rounds import Comparison, compare
-from benchmarks.overhead.statistics import ratio_row
+from benchmarks.overhead.statistics import interval_of_median, ratio_row
 
 Row = dict[str, Any]
 
@@ -33,7 +35,7 @@ FACTORS = (1, 8)
 
 
 def comparisons(
-    models: Sequence[str], methods: Sequence[str], *, rounds: int
+    models: Sequence[str], methods: Sequence[str], *, rounds: int, limit_s: float
 ) -> Iterator[Comparison]:
     """Yield what is compared; AdaptDL by itself, as it has threads of its own."""
     together = [name for name in methods if name != ADAPTDL]
@@ -57,6 +59,7 @@ def comparisons(
                             micro_batches=micro_batches,
                             methods=fitting,
                             rounds=rounds,
+                            limit_s=limit_s,
                         )
 
 
@@ -64,7 +67,7 @@ def rows_of(comparison: Comparison, found: dict[str, Any]) -> list[Row]:
     """Return a row for each method of a comparison."""
     parameters = sum(p.numel() for p in SUBJECTS[comparison.model].build().parameters())
     times = found["times"]
-    plain = times[PLAIN]
+    plain, clipped = times[PLAIN], times.get(CLIPPED)
     return [
         {
             "model": comparison.model,
@@ -76,10 +79,19 @@ def rows_of(comparison: Comparison, found: dict[str, Any]) -> list[Row]:
             "beside": ADAPTDL if ADAPTDL in comparison.methods else None,
             "block_steps": found["steps"],
             **ratio_row(own["cpu"], own["wall"], plain_cpu=plain["cpu"], plain_wall=plain["wall"]),
+            **(over_clipped(own["cpu"], clipped["cpu"]) if clipped and "clipped" in method else {}),
         }
         for method, own in times.items()
         if method != PLAIN
     ]
+
+
+def over_clipped(own: Sequence[float], clipped: Sequence[float]) -> Row:
+    """Return a method's processor time over that of a plain step that clips, too."""
+    ratios = [one / other for one, other in zip(own, clipped, strict=True)]
+    low, high = interval_of_median(ratios)
+    numbers = {"median": statistics.median(ratios), "low": low, "high": high}
+    return {f"over_clipped_{name}": round(value, 4) for name, value in numbers.items()}
 
 
 def gaps(methods: Sequence[str]) -> dict[str, str]:
@@ -117,8 +129,13 @@ def draw(rows: Sequence[Row]) -> Table:
     "--method", "methods", multiple=True, type=click.Choice(list(METHODS)), help="Repeatable."
 )
 @click.option("--rounds", default=40, show_default=True, type=click.IntRange(2))
+@click.option("--limit", "limit_s", default=120.0, show_default=True, help="Seconds a comparison.")
 def main(
-    json_path: str | None, models: tuple[str, ...], methods: tuple[str, ...], rounds: int
+    json_path: str | None,
+    models: tuple[str, ...],
+    methods: tuple[str, ...],
+    rounds: int,
+    limit_s: float,
 ) -> None:
     find_peers()
     console = Console(stderr=True)
@@ -126,7 +143,8 @@ def main(
     for name, why in gaps(chosen).items():
         console.print(f"{name}: {why}")
     rows: list[Row] = []
-    for comparison in comparisons(models or tuple(SUBJECTS), chosen, rounds=rounds):
+    chosen_models = models or tuple(SUBJECTS)
+    for comparison in comparisons(chosen_models, chosen, rounds=rounds, limit_s=limit_s):
         console.print(
             f"{comparison.model}, batch {comparison.batch}, "
             f"{comparison.processes} x {comparison.micro_batches} ..."

@@ -28,6 +28,7 @@ from elastane.norms import squared_norm_of_all
 
 __all__ = [
     "ADAPTDL",
+    "CLIPPED",
     "METHODS",
     "PLAIN",
     "Setting",
@@ -40,7 +41,7 @@ __all__ = [
 Step = Callable[[], None]
 """Makes one optimizer step: loads samples, forward, backward, update."""
 
-PLAIN, ADAPTDL = "plain", "AdaptDL"
+PLAIN, CLIPPED, ADAPTDL = "plain", "plain, clipped", "AdaptDL"
 _LR, _MOMENTUM, _NO_CLIP = 1e-3, 0.9, 1e9
 _ENDLESS = 10**12
 _PEERS = Path(__file__).resolve().parents[2] / "build" / "peers"
@@ -135,6 +136,11 @@ def _floor(setting: Setting, _: ExitStack) -> Step:
     return _by_hand(setting, before_step=_read, after_backward=_read)
 
 
+def _floor_of_mean(setting: Setting, _: ExitStack) -> Step:
+    """Return a plain step that reads the mean gradient once, as one that is not measured does."""
+    return _by_hand(setting, before_step=_read)
+
+
 def _fairscale(setting: Setting, _: ExitStack) -> Step:
     from fairscale.optim import AdaScale  # pyright: ignore[reportMissingImports]
 
@@ -208,8 +214,9 @@ def _elastane(
 METHODS: Mapping[str, Callable[[Setting, ExitStack], Step]] = {
     PLAIN: _plain,
     "plain again": _plain,
-    "plain, clipped": _clipped,
+    CLIPPED: _clipped,
     "floor": _floor,
+    "floor, mean only": _floor_of_mean,
     "elastane": _elastane(),
     "elastane, every step": _elastane(measuring=Measuring(every=1)),
     "elastane, every 4th step": _elastane(measuring=Measuring(every=4)),

@@ -33,7 +33,7 @@ from benchmarks.processes import free_port, run_together
 __all__ = ["Comparison", "compare"]
 
 _BLOCK_S, _WARM_STEPS, _LIMIT_S = 0.3, 8, 1_800
-_LEAST_STEPS = 4
+_LEAST_STEPS, _LEAST_ROUNDS = 4, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,8 @@ class Comparison:
         processes: workers.
         micro_batches: of a worker's step.
         methods: their names, plain first.
-        rounds: number of them.
+        rounds: number of them; fewer, but at least 8, where they would take too long.
+        limit_s: how long they may take, roughly.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Comparison:
     micro_batches: int
     methods: Sequence[str]
     rounds: int
+    limit_s: float
 
 
 def compare(comparison: Comparison) -> dict[str, Any]:
@@ -123,11 +125,13 @@ def _rounds(steps: dict[str, Step], comparison: Comparison) -> dict[str, Any]:
     for step in steps.values():
         for _ in range(_WARM_STEPS):
             step()
-    count = _block_steps(steps[PLAIN], processes=comparison.processes)
+    count, step_s = _block(steps[PLAIN], processes=comparison.processes)
     names = list(steps)
+    in_time = int(comparison.limit_s / (count * step_s * len(names)))
+    rounds = min(comparison.rounds, max(in_time, _LEAST_ROUNDS))
     cpu: dict[str, list[float]] = {name: [] for name in names}
     wall: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(comparison.rounds):
+    for number in range(rounds):
         shift = number // 2 % len(names)
         order = names[shift:] + names[:shift]
         for name in order if number % 2 == 0 else reversed(order):
@@ -140,16 +144,17 @@ def _rounds(steps: dict[str, Step], comparison: Comparison) -> dict[str, Any]:
     return {"steps": count, "cpu": cpu, "wall": wall}
 
 
-def _block_steps(plain: Step, *, processes: int) -> int:
-    """Return how many plain steps fill a block, the same on all workers."""
+def _block(plain: Step, *, processes: int) -> tuple[int, float]:
+    """Return how many plain steps fill a block, and how long one takes: the same on all workers."""
     began = time.perf_counter()
     for _ in range(_WARM_STEPS):
         plain()
     step_s = (time.perf_counter() - began) / _WARM_STEPS
-    count = torch.tensor(max(round(_BLOCK_S / step_s), _LEAST_STEPS))
+    seconds = torch.tensor(step_s, dtype=torch.float64)
     if processes > 1:
-        dist.broadcast(count, src=0)
-    return int(count)
+        dist.broadcast(seconds, src=0)
+    step_s = float(seconds)
+    return max(round(_BLOCK_S / step_s), _LEAST_STEPS), step_s
 
 
 def _meet(processes: int) -> None:

@@ -37,7 +37,11 @@ def ratio_row(
     plain_cpu: Sequence[float],
     plain_wall: Sequence[float],
 ) -> dict[str, Any]:
-    """Return the ratios of a method's times to a plain step's, round by round."""
+    """Return the ratios of a method's times to a plain step's.
+
+    The median is over the rounds. `cpu_mean` is of all rounds together: where a round is shorter
+    than from one measured step to the next, the median would see only those between.
+    """
     ratios = [own / plain for own, plain in zip(cpu, plain_cpu, strict=True)]
     walls = [own / plain for own, plain in zip(wall, plain_wall, strict=True)]
     quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else None
@@ -45,6 +49,7 @@ def ratio_row(
     low, high = interval_of_median(ratios)
     return {
         "cpu_ratio": round(median, 4),
+        "cpu_mean": round(sum(cpu) / sum(plain_cpu), 4),
         "cpu_q1": round(q1, 4),
         "cpu_q3": round(q3, 4),
         "cpu_low": round(low, 4),

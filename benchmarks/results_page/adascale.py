@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.adascale.rules import SELDOM
 from benchmarks.results_page.pictures import draw_curves, draw_gains, draw_scales
 from benchmarks.results_page.text import listed, origin, plus_minus, shown, table
 from benchmarks.results_page.verdicts import holds, judge_scales
@@ -25,9 +26,10 @@ def section(result: Mapping[str, Any], *, pictures: Path) -> list[str]:
     lines = ["## AdaScale", "", _MEANING, "", *origin(result)]
     if not rows:
         return [*lines, "Nothing has been measured yet.", ""]
-    draw_scales(rows, path=pictures / "results-scales.png")
+    drawn = [row for row in rows if row["rule"] != SELDOM]  # it would cover the line of AdaScale
+    draw_scales(drawn, path=pictures / "results-scales.png")
     alt = "Each task's metric against the scale, a line for each rule"
-    lines += [*_verdicts(rows), f"![{alt}](_static/results-scales.png)", ""]
+    lines += [*_verdicts(rows), f"![{alt}](_static/results-scales.png)", "", *seldom(rows)]
     for task in dict.fromkeys(row["task"] for row in rows):
         lines += _task(task, result, pictures=pictures)
     lines += _gains(result["gains"])
@@ -54,6 +56,26 @@ def _verdicts(rows: Sequence[Row]) -> list[str]:
         for one in found
     ]
     return ["What AdaScale's metric does as the scale grows:", "", *table(head, cells)]
+
+
+def seldom(rows: Sequence[Row]) -> list[str]:
+    """Return what measuring as seldom as by default does to the metric, beside each step."""
+    every = {(row["task"], row["scale"]): row for row in rows if row["rule"] == "adascale"}
+    pairs = [(row, every.get((row["task"], row["scale"]))) for row in rows if row["rule"] == SELDOM]
+    cells = [
+        [
+            *(row["task"], str(row["scale"])),
+            *(plus_minus(one["metric_mean"], one["metric_sd"]) for one in (base, row)),
+            *(shown(one["mean_gain"]) for one in (base, row)),
+            "yes" if holds(row, base=base) else "**no**",
+        ]
+        for row, base in pairs
+        if base is not None
+    ]
+    if not cells:
+        return []
+    head = ["task", "S", "each step", "seldom", "gain, each step", "gain, seldom", "within 2 sd"]
+    return [_SELDOM, "", *table(head, cells)]
 
 
 def _linear(scale: int, *, worse: bool | None) -> str:
@@ -108,7 +130,7 @@ def _tried(rows: Sequence[Row], *, scale: int) -> list[str]:
     found = {(row["rule"], row["scale"]): row for row in rows}
     lines: list[str] = []
     for rule in dict.fromkeys(row["rule"] for row in rows if row["rule"].startswith("adascale, ")):
-        if (rule, scale) in found:
+        if rule != SELDOM and (rule, scale) in found:
             row = found[rule, scale]
             base = found.get((rule, 1)) or found["adascale", 1]
             verdict = "within 2 sd of it, or better" if holds(row, base=base) else "worse, too"
@@ -173,6 +195,10 @@ def _schedules(found: Row | None) -> list[str]:
     return [*lines, text, ""]
 
 
+_SELDOM = """\
+Elastane measures as seldom as the noise allows, up to every 16th step (`Measuring(every="auto")`);
+in all other rows each step is measured. The metric of both, at the same scale:"""
+
 _MEANING = """\
 `S` is the batch over the base batch. Data, model, schedule and hyper-parameters of a task are the
 same in all of its rows, tuned at S = 1 only. `S` workers are emulated by as many micro-batches of
@@ -189,6 +215,7 @@ run's last tenth was not at least 5 % below an untrained model's.
 | identity | 1 | until the gains add up to the base run's steps |
 | adascale, momentum 0.9 or 0.5 | the gain; `lr / (1 - m)` as in the task | as adascale |
 | adascale, no average | the gain of the last step's moments alone | as adascale |
+| adascale, seldom measured | the gain, measured as seldom as by default | as adascale |
 
 `8-16-32` and `32-16-8` are changes of the scale at a quarter and at half of the run. There
 `adascale` has elastane's default ramp after each growth, and `adascale, no ramp` follows the gain

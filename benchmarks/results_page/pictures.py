@@ -25,6 +25,7 @@ __all__ = [
     "label_axes",
     "make_log",
     "rules_of",
+    "save_with_legend",
 ]
 
 # Okabe and Ito (2008), Color Universal Design, without yellow, as in elastane's own plots; then
@@ -62,7 +63,7 @@ def draw_scales(rows: Sequence[Row], *, path: Path) -> None:
         axes.set_xticks(scales, [str(scale) for scale in scales])
         _widen(axes, [row["metric_mean"] for row in own])
         label_axes(axes, title=task, x="scale S", y=own[0]["metric"])
-    _save(figure, panels[0], path=path)
+    save_with_legend(figure, panels[0], path=path)
 
 
 def _draw_rule(axes: Axes, rows: Sequence[Row], *, rule: str, color: str) -> None:
@@ -94,7 +95,7 @@ def draw_curves(curves: Sequence[Row], *, metric: str, path: Path) -> None:
         axes.fill_between(row["tau"], low, high, color=color, alpha=0.15, lw=0)
     _widen(axes, [value for row in curves for value in row["mean"]])
     label_axes(axes, title=curves[0]["task"], x="progress τ (base steps)", y=metric)
-    _save(figure, axes, path=path)
+    save_with_legend(figure, axes, path=path)
 
 
 def draw_gains(traces: Sequence[Row], *, path: Path) -> None:
@@ -115,7 +116,7 @@ def draw_gains(traces: Sequence[Row], *, path: Path) -> None:
             label_axes(axes, title=task, x="progress τ (base steps)", y=label)
         pair[0].set_yscale("log", base=2)
         pair[0].yaxis.set_major_formatter("{x:g}")
-    _save(figure, panels[0], path=path)
+    save_with_legend(figure, panels[0], path=path)
 
 
 def draw_peaks(rows: Sequence[Row], *, path: Path) -> None:
@@ -134,7 +135,7 @@ def draw_peaks(rows: Sequence[Row], *, path: Path) -> None:
         values = [row["peak_ratio_mean"] for row in own]
         _widen(axes, values)
         label_axes(axes, title=task, x="new batch over old", y="peak loss\nover loss before")
-    _save(figure, panels[0], path=path)
+    save_with_legend(figure, panels[0], path=path)
 
 
 def _draw_bars(
@@ -177,7 +178,9 @@ def draw_noise(rows: Sequence[Row], *, path: Path) -> None:
         axes.axhline(1.0, color=_GREY, lw=0.8)
         title = f"k = {_fraction(ratio)} (dashed: the noise model)"
         label_axes(axes, title=title, x="steps after the change", y="variance of updates\nover k")
-    _save(figure, panels[-1], path=path)  # some ramps are only compared where the batch grows
+    save_with_legend(
+        figure, panels[-1], path=path
+    )  # some ramps are only compared where the batch grows
 
 
 def grid(count: int, *, columns: int = _COLUMNS) -> tuple[Figure, list[Axes]]:
@@ -225,7 +228,8 @@ def make_log(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _save(figure: Figure, axes: Axes, *, path: Path) -> None:
+def save_with_legend(figure: Figure, axes: Axes, *, path: Path) -> None:
+    """Write a picture; one panel's lines tell what they are for all."""
     handles, labels = axes.get_legend_handles_labels()
     columns = 4 if figure.get_figwidth() < _WIDTH_IN else 7
     figure.legend(

@@ -64,7 +64,7 @@ class Breaker:
 
     def outcome(self, work: dist.Work, *, on_host: bool) -> str | None:
         """Wait for an operation; return `None`, or why it failed or was given up."""
-        if on_host:
+        if on_host and (self._why is not None or not work.is_completed()):
             return self.watch(work, lambda why: why, on_host=True).wait()
         try:
             work.wait()

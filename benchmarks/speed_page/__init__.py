@@ -1,0 +1,1 @@
+"""The page on speed, made of the results of the benchmarks that time steps, loading and starts."""

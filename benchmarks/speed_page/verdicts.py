@@ -1,0 +1,91 @@
+"""What the rows of the overhead benchmark say of its goals.
+
+Pure: knows rows; nothing of pages or of how the rows came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["DEFAULT", "EVERY", "PEERS", "SHARED", "Form", "Verdict", "by_form", "verdicts"]
+
+Row = Mapping[str, Any]
+Form = tuple[int, int, bool]
+"""Processes, micro-batches of each, and whether the batch is the larger one."""
+
+DEFAULT, EVERY, SHARED = "elastane", "elastane, every step", "elastane, clipped"
+PEERS = ("fairscale", "AdaptDL")
+_BY_PARAMETERS = ((1_000_000, 1.05), (5_000_000, 1.02), (30_000_000, 1.03), (10**12, 1.02))
+_POINTS_ABOVE_FLOOR, _MOST_SHARED, _LARGE = 0.02, 1.01, 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One goal in one comparison.
+
+    Attributes:
+        model: name of the model.
+        form: of the comparison.
+        goal: what is to hold.
+        found: the ratio that was measured.
+        bound: what it must not be above.
+    """
+
+    model: str
+    form: Form
+    goal: str
+    found: float
+    bound: float
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it holds."""
+        return self.found <= self.bound
+
+
+def by_form(rows: Sequence[Row]) -> dict[Form, dict[str, dict[str, Row]]]:
+    """Return the rows by form, model and method. AdaptDL's own plain rows are left out."""
+    least: dict[str, int] = {}
+    for row in rows:
+        least[row["model"]] = min(row["batch"], least.get(row["model"], row["batch"]))
+    found: dict[Form, dict[str, dict[str, Row]]] = {}
+    for row in rows:
+        if row["beside"] is None or row["method"] == row["beside"]:
+            is_large = row["batch"] > least[row["model"]]
+            form = (row["processes"], row["micro_batches"], is_large)
+            found.setdefault(form, {}).setdefault(row["model"], {})[row["method"]] = row
+    return found
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Return each goal in each comparison that has its rows.
+
+    Of the default, which measures few of the steps, all rounds together count, not their median.
+    """
+    return [
+        verdict
+        for form, models in by_form(rows).items()
+        for model, methods in models.items()
+        for verdict in _verdicts(model, form, methods)
+    ]
+
+
+def _verdicts(model: str, form: Form, methods: Mapping[str, Row]) -> Iterator[Verdict]:
+    def verdict(goal: str, found: float, bound: float) -> Verdict:
+        return Verdict(model=model, form=form, goal=goal, found=found, bound=bound)
+
+    parameters = next(iter(methods.values()))["params"]
+    if DEFAULT in methods:
+        found = methods[DEFAULT]["cpu_mean"]
+        bound = next(bound for most, bound in _BY_PARAMETERS if parameters < most)
+        yield verdict("default", found, bound)
+        for peer in PEERS:
+            if peer in methods:
+                yield verdict(f"default, beside {peer}", found, methods[peer]["cpu_ratio"])
+    if EVERY in methods and "floor" in methods:
+        bound = methods["floor"]["cpu_ratio"] + _POINTS_ABOVE_FLOOR
+        yield verdict("every step", methods[EVERY]["cpu_ratio"], round(bound, 4))
+    if SHARED in methods and parameters > _LARGE:
+        yield verdict("shared clipping", methods[SHARED]["over_clipped_median"], _MOST_SHARED)
