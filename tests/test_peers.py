@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from functools import partial
-from threading import Thread
+from threading import Event, Thread, Timer
 
 import pytest
 import torch
@@ -47,6 +48,27 @@ def test_what_was_given_up_is_not_begun():
     breaker.give_up("a peer died")
     with pytest.raises(CommunicationError, match="a peer died"):
         breaker.call(raising(AssertionError))
+
+
+@pytest.mark.timeout(20)
+def test_a_group_is_let_go_of_after_gloos_threads_have_come_back():
+    breaker, work = Breaker(), Work()
+    may_return, events = Event(), []
+
+    def then(_why):
+        may_return.wait()
+        events.append("result")
+
+    breaker.watch(work, then, on_host=True)
+    ending = Thread(target=work.future.set_result, args=(None,))
+    ending.start()
+    Timer(0.1, may_return.set).start()
+    while breaker._num_ending == 0:
+        time.sleep(0.001)
+    breaker.await_returns()
+    assert events == ["result"]
+    ending.join()
+    breaker.await_returns()
 
 
 class Work:

@@ -228,6 +228,8 @@ class Wrapping:
 
     def drop(self) -> None:
         """Let go of the group: nothing here refers to it, or to the wrapper, any longer."""
+        if self.peers is not None:
+            self.peers.breaker.await_returns()
         self._unwrap()
         self.peers = None
 

@@ -6,6 +6,7 @@ Knows collective operations; nothing of steps, models or who decides on members.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock, Thread
@@ -23,6 +24,7 @@ __all__ = ["Breaker", "Peers", "digest_of"]
 T = TypeVar("T")
 
 _LARGE_BYTES = 1 << 20
+_RETURN_S, _RETURN_LIMIT_S = 1e-3, 1.0
 
 
 class Breaker:
@@ -36,6 +38,7 @@ class Breaker:
     def __init__(self) -> None:
         self._lock = Lock()
         self._pending: dict[Future[Any], Callable[[str | None], Any]] = {}
+        self._num_ending = 0
         self._why: str | None = None
 
     def watch(
@@ -129,14 +132,30 @@ class Breaker:
         for future, then in pending.items():
             future.set_result(then(why))
 
+    def await_returns(self) -> None:
+        """Wait until gloo's threads have come back from what they called here.
+
+        Before the group is let go of: its end waits for these threads with the interpreter's lock
+        in hand, and they need that lock to return. Who waits for a result is woken before they do.
+        """
+        deadline = time.monotonic() + _RETURN_LIMIT_S
+        while True:
+            time.sleep(_RETURN_S)  # without the lock
+            with self._lock:
+                if self._num_ending == 0 or time.monotonic() > deadline:
+                    return
+
     def _end(self, future: Future[Any], ended: Future[Any]) -> None:
         with self._lock:
             then = self._pending.pop(future, None)
+            self._num_ending += 1
         if then is not None:
             value = then(_failure_of(ended))
             # Gloo's thread calls this: as the last that holds the group it would wait for itself.
             del then
             future.set_result(value)
+        with self._lock:
+            self._num_ending -= 1
 
 
 class Peers:

@@ -65,6 +65,8 @@ class ReplicatedWrapping(ShardedModel):
 
     def drop(self) -> None:
         """Let go of the group; what is sharded can be copied then."""
+        if self.peers is not None:
+            self.peers.breaker.await_returns()
         self._tap.detach()
         reshard(self.model.inner)
         self.peers = None

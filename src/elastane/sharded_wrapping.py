@@ -110,6 +110,8 @@ class ShardedWrapping(ShardedModel):
 
     def drop(self) -> None:
         """Let go of the group; what is sharded can be copied then."""
+        if self.peers is not None:
+            self.peers.breaker.await_returns()
         self._tap.detach()
         self.reshard()
         self.peers = self.mesh = None
