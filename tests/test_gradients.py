@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from workers import run_workers
 
 from elastane import step_sums
 from elastane.errors import CommunicationError, UnsupportedError, UsageError
@@ -906,20 +907,24 @@ def break_collectives(monkeypatch, number, breaker, *, only):
 @pytest.mark.parametrize("breaker", [refuse, lambda _: BrokenWork(), lambda _: None])
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("measure", [True, False])
 def test_a_communication_error_is_raised_by_settle_and_never_in_backward(
-    breaker, number, only, group, monkeypatch
+    breaker, number, only, measure, group, monkeypatch
 ):
-    """Number 0 and 1 are buckets, 2 is the small reduction."""
+    """Number 0 and 1 are buckets; 2 is a third one, or the small reduction."""
     model, batches = make_model(), make_batches([2, 1])
     groups = [list(model.parameters())]
     tap, wrapper = attach(model, group=group, bucket_cap_mb=1e-4)
     for _ in range(2):
         run_window(tap, wrapper, batches, weights=[2, 1])
-    assert len(tap._sums._means) > 1
+    num_buckets = len(tap._sums._means)
+    assert num_buckets > 1
+    if not measure and number == num_buckets:
+        return  # there is no small reduction then
     with monkeypatch.context() as patch:
         break_collectives(patch, number, breaker, only=only)
         model.zero_grad()
-        tap.begin(batch_samples=2)
+        tap.begin(batch_samples=2, measure=measure)
         tap.begin_micro_batch(2)
         F.mse_loss(wrapper(batches[0][0]), batches[0][1]).backward()
         for _ in range(2):
@@ -934,3 +939,97 @@ def test_numbers_and_scalars_of_the_device_make_one_vector_of_doubles():
     vector = as_vector(values, torch.device("cpu"))
     assert vector.dtype == torch.float64
     assert vector.tolist() == [1.5, 2.5, 1.0, 3.0, -4.0, 5.0, 6.0]
+
+
+# What rides on the first bucket
+
+
+def reductions_of(monkeypatch):
+    """Return a list that grows by the number of elements of each reduction."""
+    real, sizes = dist.all_reduce, []
+
+    def all_reduce(tensor, **options):
+        sizes.append(tensor.numel())
+        return real(tensor, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("measure", [True, False])
+def test_a_step_that_is_not_measured_has_no_reduction_of_its_own(
+    dtype, options, measure, group, monkeypatch
+):
+    model = make_model(dtype=dtype)
+    calls = []
+    tap, wrapper = attach(model, group=group, extras=lambda: (1.5, 3.0), **options)
+    tap._arrived = lambda: calls.append(None)
+    sizes = reductions_of(monkeypatch)
+    for number in range(3):
+        sizes.clear()
+        batches = make_batches([2, 1], seed=number, dtype=dtype)
+        measurement = run_window(tap, wrapper, batches, weights=[2, 1], measure=measure)
+        num_buckets = len(tap._sums._means)
+        is_carried = not measure and dtype != torch.bfloat16
+        assert len(sizes) == num_buckets + (not is_carried)
+        assert measurement.extras == (1.5, 3.0)
+        assert (measurement.weight, measurement.num_gradients) == (3.0, 2)
+        assert len(calls) == number + 1
+    wanted = expected(model, batches, weights=[2, 1], groups=[list(model.parameters())])
+    rel = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 3e-2}[dtype]
+    for parameter, gradient in zip(model.parameters(), wanted.gradients, strict=True):
+        assert torch.allclose(parameter.grad.double(), gradient, rtol=rel, atol=rel)
+
+
+def test_a_large_first_bucket_is_not_copied(group, monkeypatch):
+    monkeypatch.setattr("elastane.gradients._MOST_CARRIED", 3)
+    model, batches = make_model(), make_batches([2, 1])
+    tap, wrapper = attach(model, group=group)
+    sizes = reductions_of(monkeypatch)
+    run_window(tap, wrapper, batches, weights=[2, 1], measure=False)
+    assert len(sizes) == len(tap._sums._means) + 1
+
+
+def test_two_averaged_backwards_of_a_step_that_is_not_measured_are_a_usage_error(group):
+    model, ((inputs, targets),) = make_model(), make_batches([2])
+    tap, wrapper = attach(model, group=group)
+    tap.begin(batch_samples=2, measure=False)
+    tap.begin_micro_batch(2)
+    for _ in range(2):
+        F.mse_loss(wrapper(inputs), targets).backward()
+    with pytest.raises(UsageError, match="two backward passes"):
+        tap.settle()
+
+
+def share_of_a_window():
+    rank = dist.get_rank()
+    model, sizes = make_model(dtype=torch.float32), [3, 1, 2, 5]
+    tap, wrapper = attach(
+        model, group=dist.group.WORLD, extras=lambda: (float(rank), 1.0), bucket_cap_mb=1e-4
+    )
+    found = []
+    for measure in (True, False, True, False):
+        mine = make_batches(sizes, dtype=torch.float32)[2 * rank : 2 * rank + 2]
+        own = sizes[2 * rank : 2 * rank + 2]
+        measurement = run_window(
+            tap, wrapper, mine, weights=own, batch_samples=11, measure=measure, weighted=(0, 1)
+        )
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found.append((gradient, measurement.mean_sqr_norms, measurement.extras, measurement.weight))
+    return found
+
+
+@pytest.mark.processes
+def test_two_workers_come_to_the_same_whether_a_step_is_measured_or_not(tmp_path):
+    model, sizes = make_model(dtype=torch.float32), [3, 1, 2, 5]
+    batches = make_batches(sizes, dtype=torch.float32)
+    wanted = expected(model, batches, weights=sizes, groups=[list(model.parameters())])
+    flat = torch.cat([one.flatten() for one in wanted.gradients])
+    for found in run_workers(share_of_a_window, world_size=2, folder=tmp_path):
+        for gradient, means, extras, weight in found:
+            assert torch.equal(gradient, found[0][0])
+            assert torch.allclose(gradient.double(), flat, rtol=1e-5, atol=1e-6)
+            assert means == found[0][1]
+            assert (extras, weight) == ((1.0, 2.0), 11.0)

@@ -80,6 +80,9 @@ class FixedMembership:
         """Return nothing."""
         return ()
 
+    def arrived(self) -> None:
+        """Do nothing."""
+
     def finished_step(self, sums: Sequence[float]) -> None:
         """Do nothing."""
 

@@ -35,7 +35,9 @@ class GradientTap(Window):
     hook, the weighted sum of the others is added to the bucket, and the buckets are SUM-reduced:
     an average over samples, also with unequal workers. One small float64 SUM reduction a step,
     launched behind the last bucket, carries the statistics, a count of ranks with gradients that
-    are not finite, and the extra values.
+    are not finite, and the extra values. In a step that is not measured all of this is known
+    before backward, so the first bucket carries it along where it is small and of float32 or
+    float64: a reduction of its own costs more than the rest of what is done here.
 
     No communication error is raised inside the user's backward: the hook hands the local bucket
     back and `settle` raises.
@@ -44,6 +46,7 @@ class GradientTap(Window):
         groups: parameters of each group that has statistics of its own.
         extras: called once a step when the small reduction is launched; returns as many values
             as every other rank's.
+        arrived: called once a step when this rank has launched its last reduction.
 
     References:
         The unequal-sample estimator is described in `elastane.noise.estimate_moments`.
@@ -54,8 +57,10 @@ class GradientTap(Window):
         groups: Sequence[Sequence[Tensor]],
         *,
         extras: Callable[[], Sequence[Extra]] | None = None,
+        arrived: Callable[[], None] = lambda: None,
     ) -> None:
-        self._extras = extras
+        self._extras, self._arrived = extras, arrived
+        self._carrier = torch.zeros(0)
         self._finds_unused = self._has_bucket_views = False
         self.set_groups(groups)
         self.begin(batch_samples=1.0)
@@ -100,6 +105,7 @@ class GradientTap(Window):
         self._set_aside: dict[int, Tensor] = {}
         self._sums = StepSums(len(self._parameters))
         self._small: tuple[Tensor, dist.Work | None] | None = None
+        self._carried: Tensor | None = None
         self._reduced_twice = False
 
     def begin_micro_batch(self, weight: float, *, weighted: bool = False) -> None:
@@ -256,12 +262,31 @@ class GradientTap(Window):
             buffer.zero_()
         if self._set_aside:
             self._add_set_aside(bucket)
-        measured = partial(self._measure_mean, bucket.index(), buffer, runs)
+        if bucket.index() == 0 and not self._measure and _can_carry(buffer):
+            buffer = self._load_carrier(buffer)
+        measured = partial(self._measure_mean, bucket.index(), buffer[: len(bucket.buffer())], runs)
         future = self._all_reduce(buffer, then=measured)
         if bucket.is_last():
             self._count()
-            self._launch_small(buffer.device)
+            if self._carried is None:
+                self._launch_small(buffer.device)
+            else:
+                self._small = (self._carried, None)
+                self._arrived()
         return future
+
+    def _load_carrier(self, buffer: Tensor) -> Tensor:
+        """Return a copy of the first bucket, and behind it what else is to be summed."""
+        weight = self._total_weight + self._weight
+        vector = self._vector(weight, self._num_gradients + (self._weight > 0), buffer.device)
+        size = len(buffer) + len(vector)
+        like = self._carrier
+        if (len(like), like.dtype, like.device) != (size, buffer.dtype, buffer.device):
+            self._carrier = buffer.new_empty(size)
+        self._carrier[: len(buffer)] = buffer
+        self._carried = self._carrier[len(buffer) :]
+        self._carried.copy_(vector)
+        return self._carrier
 
     def _runs_of(self, bucket: GradBucket) -> Sequence[Run]:
         """Return the stretches of a bucket's groups; its parameters change once at most."""
@@ -291,7 +316,7 @@ class GradientTap(Window):
             return self._peers.breaker.watch(work, then, on_host=not buffer.is_cuda)
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        future.set_result(buffer)
+        future.set_result(then(self._failure))
         return future
 
     def _start_sum(self, tensor: Tensor) -> dist.Work | None:
@@ -320,11 +345,14 @@ class GradientTap(Window):
 
     def _launch_small(self, device: torch.device) -> None:
         """Start the step's small SUM reduction: statistics, count, flag, extras."""
-        extras = tuple(self._extras()) if self._extras else ()
-        counts = (self._total_weight, float(self._num_gradients))
-        vector = self._sums.vector(counts, extras, device=device)
+        vector = self._vector(self._total_weight, self._num_gradients, device)
+        self._arrived()
         work = None if self._peers is None else self._start_sum(vector)
         self._small = (vector, work)
+
+    def _vector(self, weight: float, num_gradients: int, device: torch.device) -> Tensor:
+        extras = tuple(self._extras()) if self._extras else ()
+        return self._sums.vector((weight, float(num_gradients)), extras, device=device)
 
     def _read(self, loss_scale: Extra) -> Measurement:
         vector, work = self._small or (torch.zeros(0), None)
@@ -346,11 +374,17 @@ class GradientTap(Window):
         return measurement
 
 
+def _can_carry(buffer: Tensor) -> bool:
+    """Return whether a bucket is to be copied for the sake of a few numbers; all ranks agree."""
+    return buffer.numel() <= _MOST_CARRIED and buffer.dtype in (torch.float32, torch.float64)
+
+
 def _average_bucket(tap: GradientTap, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's communication hook; it wants its second parameter to be called `bucket`."""
     return tap._reduce_bucket(bucket)
 
 
+_MOST_CARRIED = 1 << 19
 _BROKEN = (
     "the process group broke in this step, which this worker has not committed: {cause}. Usually "
     "another worker failed (look at its log), left the loop by `break` (session.stop() stops all) "

@@ -123,6 +123,10 @@ class Membership(Protocol):
         """Return what is to be summed over the workers with each step, for `finished_step`."""
         ...
 
+    def arrived(self) -> None:
+        """Know that this worker's own part of the step is done."""
+        ...
+
     def finished_step(self, sums: Sequence[float]) -> None:
         """End a turn that was a step; take the workers' sums of `extras`."""
         ...

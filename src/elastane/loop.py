@@ -119,7 +119,7 @@ class Loop:
             self._rehearsal = Rehearsal(self._model)
         self._plan = self._feed.plan(self.position)
         self._in_window = True
-        self.stepper.open(self._plan, extras=self._extras)
+        self.stepper.open(self._plan, extras=self._extras, arrived=self._membership.arrived)
         for micro_batch, data in self._feed.window(self._plan):
             self._begin(micro_batch)
             yield data

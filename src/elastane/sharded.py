@@ -45,6 +45,7 @@ class ShardedTap(Window):
             be in one group.
         extras: called once a step when the small reduction is made; returns as many values as
             every other rank's.
+        arrived: called once a step before this rank waits for others.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class ShardedTap(Window):
         groups: Sequence[Sequence[Tensor]],
         *,
         extras: Callable[[], Sequence[Extra]] | None = None,
+        arrived: Callable[[], None] = lambda: None,
     ) -> None:
-        self._extras = extras
+        self._extras, self._arrived = extras, arrived
         self._agree: Callable[[bool], bool] = bool
         self._counts_means = True
         self._units: list[Unit] = []
@@ -194,7 +196,8 @@ class ShardedTap(Window):
         Raises:
             CommunicationError: for all ranks that hold this copy, if the group broke for one.
         """
-        extras = tuple(self._extras()) if self._extras else ()  # before a wait for anybody
+        extras = tuple(self._extras()) if self._extras else ()
+        self._arrived()  # before a wait for anybody
         device = next(one for group in gradients for one in group).device
         values: list[float] = []
         try:

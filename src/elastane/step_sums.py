@@ -92,7 +92,7 @@ class StepSums:
         parts = [self._means[part] for part in sorted(self._means)]
         on_host = [part for part in parts if not isinstance(part, Tensor)]
         if len(on_host) == len(parts) and not isinstance(scale, Tensor):
-            return vector.tolist(), [sum(one) for one in zip(*on_host, strict=True)], scale
+            return vector.double().tolist(), [sum(one) for one in zip(*on_host, strict=True)], scale
         device = vector.device
         means = _total(
             [torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts]

@@ -99,14 +99,17 @@ class Stepper:
         self._max_norm = max_norm
         self._per = per
         self._extras: Callable[[], Sequence[Extra]] = tuple
+        self._arrived: Callable[[], None] = lambda: None
         self._layers = LayerNorms(model)
         self._scale_of_gradients: Extra = 1.0
         self._num_parameters = self._count()
         own_extras = weakref.WeakMethod(self._all_extras)  # no cycle: it would keep the model
+        own_arrival = weakref.WeakMethod(self._note_arrival)
         self._groups = parameter_groups(optimizer, per=per)
         self.tap = tap(
             self._groups,
             extras=lambda: extras() if (extras := own_extras()) else (),
+            arrived=lambda: note() if (note := own_arrival()) else None,
         )
         self._losses: list[Extra] = []
         self._loss_weight = 0.0
@@ -146,12 +149,19 @@ class Stepper:
         """Return the groups' scheduled learning rates."""
         return tuple(float(group["lr"]) for group in self._optimizer.param_groups)
 
-    def open(self, plan: StepPlan, *, extras: Callable[[], Sequence[Extra]] = tuple) -> None:
+    def open(
+        self,
+        plan: StepPlan,
+        *,
+        extras: Callable[[], Sequence[Extra]] = tuple,
+        arrived: Callable[[], None] = lambda: None,
+    ) -> None:
         """Open a window for a plan; parameters that joined the optimizer are taken up.
 
         Args:
             plan: the step's samples.
             extras: called when the step is reduced; its values are summed over the ranks.
+            arrived: called when this rank has done its part of that.
         """
         self._schedule.check_untouched()
         if self._count() != self._num_parameters:
@@ -167,7 +177,7 @@ class Stepper:
         takes_layers = single and self.controller.takes_layers
         self._by_layers = measure and takes_layers and plan.batch_samples > 1
         self._layers.begin(plan.batch_samples if self._by_layers else 0)
-        self._plan, self._extras = plan, extras
+        self._plan, self._extras, self._arrived = plan, extras, arrived
         self._losses, self._loss_weight = [], 0.0
 
     def take_parameters(self) -> int:
@@ -260,7 +270,7 @@ class Stepper:
         """Drop the gradients and what the window was given."""
         self._optimizer.zero_grad(set_to_none=True)
         self._scaling.forget()
-        self._extras = tuple
+        self._extras, self._arrived = tuple, lambda: None
         self._layers.begin(0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -299,6 +309,9 @@ class Stepper:
         self._warned = True
         if scale != 1 and self.controller.depends_on_gain(scale):
             warnings.warn(_BLIND.format(scale=scale), stacklevel=5)
+
+    def _note_arrival(self) -> None:
+        self._arrived()
 
     def _all_extras(self) -> Sequence[Extra]:
         return (_total(self._losses), self._loss_weight, *self._told_by_layers(), *self._extras())

@@ -146,11 +146,14 @@ class ElasticMembership:
 
     def extras(self) -> Sequence[float]:
         """Return whether this worker knows of a reason to change members."""
-        if not self.warming:
-            self._arrived = self._turns + 1
         return (
             float(self._link.history.newest.number > self.world.generation or self._link.orphaned),
         )
+
+    def arrived(self) -> None:
+        """Tell with the next beat that this worker's own part of the step is done."""
+        if not self.warming:
+            self._arrived = self._turns + 1
 
     def finished_step(self, sums: Sequence[float]) -> None:
         """End a turn; members change before the next window if anybody knows of a reason."""
