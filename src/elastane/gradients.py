@@ -91,6 +91,7 @@ class GradientTap(Window):
     def detach(self) -> None:
         """Forget the process group; the next steps are this process's own."""
         self._peers = None
+        self._carrier = torch.zeros(0)  # an operation that was given up may still write to it
         self._finds_unused = self._has_bucket_views = False
         self.begin(batch_samples=1.0)
 
