@@ -984,7 +984,7 @@ def test_a_step_that_is_not_measured_has_no_reduction_of_its_own(
 
 
 def test_a_large_first_bucket_is_not_copied(group, monkeypatch):
-    monkeypatch.setattr("elastane.gradients._MOST_CARRIED", 3)
+    monkeypatch.setattr("elastane.carrier.MOST_ELEMENTS", 3)
     model, batches = make_model(), make_batches([2, 1])
     tap, wrapper = attach(model, group=group)
     sizes = reductions_of(monkeypatch)

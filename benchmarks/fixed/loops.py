@@ -168,7 +168,7 @@ def _time_parts(session: Session, recorder: Recorder) -> None:
     wrap(tap, "norms of gradients", "_count_local", "_grouped_sqr_norms", "_sqr_norms")
     wrap(tap, "norms of gradients", "_measure_mean")
     wrap(tap, "reduction of gradients: launch", "_all_reduce", whole=True)
-    wrap(tap, "small reduction: build", "_launch_small", "_load_carrier", "_vector")
+    wrap(tap, "small reduction: build", "_launch_small", "_vector")
     wrap(tap, "small reduction: launch", "_start_sum")
     wrap(tap, "small reduction: read", "_read")
     wrap(layers, "norms of single samples", "_see", "_note", "told", "moments", "begin")

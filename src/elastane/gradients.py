@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastane._compat import GradBucket, foreach_add_, foreach_mul_, foreach_zero_
+from elastane.carrier import Carrier
 from elastane.errors import CommunicationError, UnsupportedError, UsageError
 from elastane.measurement import Measurement, read_measurement
 from elastane.norms import Run, runs_of_groups, squared_norm_of_all, squared_norms_of_runs
@@ -60,7 +61,7 @@ class GradientTap(Window):
         arrived: Callable[[], None] = lambda: None,
     ) -> None:
         self._extras, self._arrived = extras, arrived
-        self._carrier = torch.zeros(0)
+        self._carrier = Carrier()
         self._finds_unused = self._has_bucket_views = False
         self.set_groups(groups)
         self.begin(batch_samples=1.0)
@@ -91,7 +92,7 @@ class GradientTap(Window):
     def detach(self) -> None:
         """Forget the process group; the next steps are this process's own."""
         self._peers = None
-        self._carrier = torch.zeros(0)  # an operation that was given up may still write to it
+        self._carrier = Carrier()  # an operation that was given up may still write to it
         self._finds_unused = self._has_bucket_views = False
         self.begin(batch_samples=1.0)
 
@@ -106,7 +107,7 @@ class GradientTap(Window):
         self._set_aside: dict[int, Tensor] = {}
         self._sums = StepSums(len(self._parameters))
         self._small: tuple[Tensor, dist.Work | None] | None = None
-        self._carried: Tensor | None = None
+        self._carrier.unload()
         self._reduced_twice = False
 
     def begin_micro_batch(self, weight: float, *, weighted: bool = False) -> None:
@@ -263,31 +264,22 @@ class GradientTap(Window):
             buffer.zero_()
         if self._set_aside:
             self._add_set_aside(bucket)
-        if bucket.index() == 0 and not self._measure and _can_carry(buffer):
-            buffer = self._load_carrier(buffer)
-        measured = partial(self._measure_mean, bucket.index(), buffer[: len(bucket.buffer())], runs)
+        mean, carrier = buffer, self._carrier
+        if bucket.index() == 0 and not self._measure and carrier.takes(buffer):
+            weight = self._total_weight + self._weight
+            count = self._num_gradients + (self._weight > 0)
+            buffer = carrier.load(buffer, self._vector(weight, count, buffer.device))
+            mean = buffer[: len(mean)]
+        measured = partial(self._measure_mean, bucket.index(), mean, runs)
         future = self._all_reduce(buffer, then=measured)
         if bucket.is_last():
             self._count()
-            if self._carried is None:
+            if carrier.vector is None:
                 self._launch_small(buffer.device)
             else:
-                self._small = (self._carried, None)
+                self._small = (carrier.vector, None)
                 self._arrived()
         return future
-
-    def _load_carrier(self, buffer: Tensor) -> Tensor:
-        """Return a copy of the first bucket, and behind it what else is to be summed."""
-        weight = self._total_weight + self._weight
-        vector = self._vector(weight, self._num_gradients + (self._weight > 0), buffer.device)
-        size = len(buffer) + len(vector)
-        like = self._carrier
-        if (len(like), like.dtype, like.device) != (size, buffer.dtype, buffer.device):
-            self._carrier = buffer.new_empty(size)
-        self._carrier[: len(buffer)] = buffer
-        self._carried = self._carrier[len(buffer) :]
-        self._carried.copy_(vector)
-        return self._carrier
 
     def _runs_of(self, bucket: GradBucket) -> Sequence[Run]:
         """Return the stretches of a bucket's groups; its parameters change once at most."""
@@ -375,17 +367,11 @@ class GradientTap(Window):
         return measurement
 
 
-def _can_carry(buffer: Tensor) -> bool:
-    """Return whether a bucket is to be copied for the sake of a few numbers; all ranks agree."""
-    return buffer.numel() <= _MOST_CARRIED and buffer.dtype in (torch.float32, torch.float64)
-
-
 def _average_bucket(tap: GradientTap, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's communication hook; it wants its second parameter to be called `bucket`."""
     return tap._reduce_bucket(bucket)
 
 
-_MOST_CARRIED = 1 << 19
 _BROKEN = (
     "the process group broke in this step, which this worker has not committed: {cause}. Usually "
     "another worker failed (look at its log), left the loop by `break` (session.stop() stops all) "
