@@ -144,13 +144,19 @@ class Recorder:
                 statistics=statistics_of(session.model),
             )
 
-    def wait_at(self, gate: str) -> None:
-        """Wait, the first time, until the supervisor opens the gate."""
+    def wait_at(self, gate: str, session: Session) -> None:
+        """Wait, the first time, until the supervisor opens the gate, and its news are here.
+
+        A few steps may be over before the news come by themselves.
+        """
         if gate not in self._passed:
             self._passed.add(gate)
             store = connect(self._launch.store)
             store.set(f"held/{gate}/{self._name}", "")
             store.wait([f"gate/{gate}"], timedelta(minutes=5))
+            if self.index == 0:
+                number = int(store.get(f"gate/{gate}"))
+                session._parts.membership._link.wait_newer(number - 1, timeout_s=60)
 
 
 def digest(session: Session, optimizer: torch.optim.Optimizer) -> str:
@@ -301,14 +307,14 @@ def train(
     tells_digest = options.sharded and not options.batch_norm  # workers' statistics differ
 
     def gated_hits(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        recorder.wait_at("evaluation")
+        recorder.wait_at("evaluation", session)
         return hits(model, batch)
 
     for images, labels, indices in session:
         if not session.warming:
             recorder.open_place(session, optimizer)
             if options.chunk:
-                recorder.wait_at(str(session.position // options.chunk))
+                recorder.wait_at(str(session.position // options.chunk), session)
             seen += indices.tolist() if session.weight else []
         time.sleep(options.step_s)
         if options.fail_at is not None and session.position >= options.fail_at:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from training import Digits
 
-from elastane import LoaderOptions, LocalBatch, Session
+from elastane import LoaderOptions, LocalBatch, Measuring, Session
 from elastane.batching import World
 from elastane.data import StreamLoader
 from elastane.planning import plan_step
@@ -70,6 +70,7 @@ def session_of(
         "num_steps": 1e9,
         "batch": LocalBatch(8),
         "compensation": None,
+        "measuring": Measuring(every=1),
         "loader": LoaderOptions(seed=3),
         "progress_bar": False,
     }

@@ -180,7 +180,9 @@ class Supervisor:
         self.store.wait([f"held/{gate}/{w}" for w in workers], timedelta(seconds=LIMIT_S))
 
     def open_gate(self, gate: str | int) -> None:
-        self.store.set(f"gate/{gate}", "")
+        """Let workers go on, each once it has heard of the newest generation."""
+        number = self.generations[-1].number if self.generations else 0
+        self.store.set(f"gate/{gate}", str(number))
 
     def send_signal(self, number: signal.Signals, *workers: int) -> None:
         for worker in workers:

@@ -80,8 +80,9 @@ def replayed(committed: list[Record]) -> tuple[list[dict[str, float]], torch.Ten
             num_gradients=len(pairs),
         )
         assert moments is not None
+        samples = [moments] if controller.wants_measurement else None
         decision = controller.decide(
-            [moments], batch_samples=batch, nominal_samples=nominal, momentum=MOMENTUM
+            samples, batch_samples=batch, nominal_samples=nominal, momentum=MOMENTUM
         )
         for parameter, part in zip(
             parameters, mean.split([p.numel() for p in parameters]), strict=True
