@@ -47,7 +47,7 @@ RULES: Mapping[str, Rule] = {
     "adascale": AdaScale(),
     "adamscale": AdamScale(),
 }
-BASE_BATCH, NUM_STEPS, GROWTH, GROWS_AT, SAVED_AT, REPLAYED = 8, 300, 4, 60, 70, 8
+BASE_BATCH, NUM_STEPS, GROWTH, GROWS_AT, SAVED_AT, REPLAYED = 8, 400, 4, 60, 70, 8
 _WIDTH, _HORIZON = 5, 20
 
 
