@@ -150,14 +150,20 @@ def main(
             f"{comparison.processes} x {comparison.micro_batches} ..."
         )
         rows += rows_of(comparison, compare(comparison))
-    result = {
+        if json_path not in (None, "-"):  # what there is stays if the rest is interrupted
+            write_json(result(rows, chosen), path=json_path)
+    console.print(draw(rows))
+    write_json(result(rows, chosen), path=json_path)
+
+
+def result(rows: Sequence[Row], methods: Sequence[str]) -> dict[str, Any]:
+    """Return what is written down of the rows."""
+    return {
         "benchmark": "overhead",
         "rows": rows,
-        "missing": gaps(chosen),
+        "missing": gaps(methods),
         "versions": versions(),
     }
-    console.print(draw(rows))
-    write_json(result, path=json_path)
 
 
 if __name__ == "__main__":
