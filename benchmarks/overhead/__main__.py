@@ -120,6 +120,16 @@ def draw(rows: Sequence[Row]) -> Table:
     return table
 
 
+def result_of(rows: Sequence[Row], methods: Sequence[str]) -> dict[str, Any]:
+    """Return what is written down of the rows."""
+    return {
+        "benchmark": "overhead",
+        "rows": rows,
+        "missing": gaps(methods),
+        "versions": versions(),
+    }
+
+
 @click.command(help="Compare what a step costs.")
 @click.option("--json", "json_path", metavar="PATH|-", help="Write JSON here; - for stdout.")
 @click.option(
@@ -151,19 +161,9 @@ def main(
         )
         rows += rows_of(comparison, compare(comparison))
         if json_path not in (None, "-"):  # what there is stays if the rest is interrupted
-            write_json(result(rows, chosen), path=json_path)
+            write_json(result_of(rows, chosen), path=json_path)
     console.print(draw(rows))
-    write_json(result(rows, chosen), path=json_path)
-
-
-def result(rows: Sequence[Row], methods: Sequence[str]) -> dict[str, Any]:
-    """Return what is written down of the rows."""
-    return {
-        "benchmark": "overhead",
-        "rows": rows,
-        "missing": gaps(methods),
-        "versions": versions(),
-    }
+    write_json(result_of(rows, chosen), path=json_path)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ class GradientTap(Window):
     def set_groups(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Replace the groups, for parameters that joined the optimizer."""
         self._parameters = [list(dict.fromkeys(group)) for group in groups]
+        self._every = [parameter for group in self._parameters for parameter in group]
         self._group_of = {
             id(parameter): number
             for number, group in enumerate(self._parameters)
@@ -118,10 +119,9 @@ class GradientTap(Window):
         """
         super().begin_micro_batch(weight, weighted=weighted)
         if weighted and self._set_aside and not self._measure:
-            for group in self._parameters:
-                for parameter in group:
-                    if id(parameter) in self._set_aside:
-                        parameter.grad = self._set_aside.pop(id(parameter))
+            for parameter in self._every:
+                if id(parameter) in self._set_aside:
+                    parameter.grad = self._set_aside.pop(id(parameter))
 
     def set_aside(self) -> None:
         """Take the gradient of an inner micro-batch out of `p.grad` and keep it, weighted.
@@ -130,18 +130,16 @@ class GradientTap(Window):
             UsageError: there was no backward since the last call.
         """
         gradients = self._gradients()
-        for group in self._parameters:
-            for parameter in group:
-                parameter.grad = None
+        for parameter in self._every:
+            parameter.grad = None
         self._count_local(gradients)
         if self._weight:
             self._keep(gradients)
         if self._finds_unused:
             # DDP wants a gradient for all that was used since it last averaged.
-            for group in self._parameters:
-                for parameter in group:
-                    if id(parameter) in gradients:
-                        parameter.grad = torch.zeros_like(gradients[id(parameter)])
+            for parameter in self._every:
+                if id(parameter) in gradients:
+                    parameter.grad = torch.zeros_like(gradients[id(parameter)])
 
     def _keep(self, gradients: dict[int, Tensor]) -> None:
         share = self._share
@@ -197,23 +195,21 @@ class GradientTap(Window):
         both = [one for one in gradients if one in self._set_aside]
         kept = [self._set_aside.pop(one) for one in both]
         foreach_add_([gradients[one] for one in both], kept)
-        for group in self._parameters:
-            for parameter in group:
-                if id(parameter) in self._set_aside:
-                    parameter.grad = self._set_aside[id(parameter)]
+        for parameter in self._every:
+            if id(parameter) in self._set_aside:
+                parameter.grad = self._set_aside[id(parameter)]
         gradients |= self._set_aside
         self._set_aside.clear()
 
     def _gradients(self) -> dict[int, Tensor]:
         """Return the gradients in `p.grad`, by the parameters' ids: a tensor's hash is slow."""
         gradients: dict[int, Tensor] = {}
-        for group in self._parameters:
-            for parameter in group:
-                gradient = parameter.grad
-                if gradient is not None:
-                    if gradient.is_sparse:
-                        raise UnsupportedError(_SPARSE)
-                    gradients[id(parameter)] = gradient
+        for parameter in self._every:
+            gradient = parameter.grad
+            if gradient is not None:
+                if gradient.is_sparse:
+                    raise UnsupportedError(_SPARSE)
+                gradients[id(parameter)] = gradient
         if not gradients:
             raise UsageError(_NO_BACKWARD)
         return gradients
@@ -225,7 +221,7 @@ class GradientTap(Window):
 
     def _describe_missing(self) -> str:
         """Return why DDP did not average: no backward, or one that missed parameters."""
-        every = [p for group in self._parameters for p in group if p.requires_grad]
+        every = [p for p in self._every if p.requires_grad]
         missed = [p for p in every if p.grad is None]
         if len(missed) == len(every):
             return _NO_BACKWARD
@@ -362,7 +358,7 @@ class GradientTap(Window):
             measured=self._measure,
         )
         if 0 < measurement.weight != self._batch_samples:
-            grads = [p.grad for group in self._parameters for p in group if p.grad is not None]
+            grads = [p.grad for p in self._every if p.grad is not None]
             foreach_mul_(grads, self._batch_samples / measurement.weight)
         return measurement
 

@@ -21,10 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from elastane.noise import Moments
 from elastane.norms import squared_norm_of_all
 from elastane.single import moments_of_layers
+from elastane.step_sums import Extra
 
 __all__ = ["LayerNorms"]
-
-Extra = float | Tensor
 
 _BIASED = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
