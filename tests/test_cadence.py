@@ -101,8 +101,8 @@ def train(one, steps, *, scatter, source, batch=128):
     """Return which steps were measured, and the gains."""
     measured, gains = [], []
     for _ in range(steps):
-        measured.append(one.wants_measurement)
-        samples = noisy(source, scatter=scatter) if one.wants_measurement else None
+        measured.append(one.wants_measurement(batch))
+        samples = noisy(source, scatter=scatter) if measured[-1] else None
         decision = one.decide(samples, batch_samples=batch, nominal_samples=batch, momentum=0.9)
         gains.append(decision.gain)
         one.commit(decision)
@@ -126,10 +126,19 @@ def test_the_first_ten_steps_at_each_scale_are_measured():
     assert all(measured[:10])
     assert sum(measured[10:]) <= 50 / MOST + 1
     measured, _ = train(one, 60, scatter=0.01, source=source, batch=256)
-    first = measured.index(True)
-    assert first < MOST
-    assert all(measured[first : first + 10])
-    assert not all(measured[first + 10 :])
+    assert all(measured[:10])
+    assert sum(measured[10:]) <= 50 / MOST + 1
+
+
+def test_a_short_batch_at_an_epochs_end_leaves_the_cadence_as_it_is():
+    one, source = controller(every="auto"), random.Random(1)
+    train(one, 11, scatter=0.01, source=source)
+    assert not one.wants_measurement(128)
+    one.commit(
+        one.decide(noisy(source, scatter=0.01), batch_samples=24, nominal_samples=128, momentum=0.9)
+    )
+    measured, _ = train(one, MOST, scatter=0.01, source=source)
+    assert measured == [False] * (MOST - 1) + [True]
 
 
 def test_gradients_without_noise_are_measured_every_16th_step():
@@ -150,7 +159,7 @@ def test_a_step_that_can_not_be_measured_leaves_the_next_one_due():
     train(one, 1, scatter=0.1, source=random.Random(0))
     for _ in range(8):
         one.commit(one.decide(None, batch_samples=8, nominal_samples=8, momentum=0.9))
-    assert one.wants_measurement
+    assert one.wants_measurement(8)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -158,7 +167,7 @@ def test_the_averages_forget_as_much_a_step_however_seldom_they_are_fed(every):
     one = controller(every=every, smoothing=0.9)
     before, after = Moments(variance=1.0, sqr_norm=1.0), Moments(variance=2.0, sqr_norm=1.0)
     for step in range(300 + 12 + 1):
-        samples = [before if step < 300 else after] if one.wants_measurement else None
+        samples = [before if step < 300 else after] if one.wants_measurement(8) else None
         decision = one.decide(samples, batch_samples=8, nominal_samples=8, momentum=0.9)
         one.commit(decision)
     (average,) = one.state_dict()["averages"]
@@ -179,7 +188,7 @@ def test_a_state_with_other_fields_is_refused():
     assert Cadence.from_state_dict(state) == Cadence()
     with pytest.raises(StateError, match="cadence"):
         Cadence.from_state_dict(state | {"age": 3})
-    assert replace(Cadence(), since=3, interval=2).is_due
+    assert replace(Cadence(), since=3, interval=2).is_due(1)
 
 
 @pytest.mark.parametrize("options", [{"every": "often"}, {"every": 0}, {"error": 0.0}])

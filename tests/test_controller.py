@@ -125,11 +125,11 @@ def test_every_kth_committed_step_is_measured(every):
     one = controller(every=every)
     measured = []
     for step in range(11):
-        if one.wants_measurement:
+        if one.wants_measurement(48):
             measured.append(step)
         decide(one, NOISE)  # a step that is not committed is measured again
-        assert one.wants_measurement == (step % every == 0)
-        run(one, [{"samples": NOISE if one.wants_measurement else None}])
+        assert one.wants_measurement(48) == (step % every == 0)
+        run(one, [{"samples": NOISE if one.wants_measurement(48) else None}])
     assert measured == list(range(0, 11, every))
     assert one.state_dict()["averages"][0]["count"] == len(measured)
 
@@ -139,7 +139,7 @@ def test_every_kth_committed_step_is_measured(every):
 def test_a_constant_measured_every_kth_step_reads_back(averaging):
     one = controller(every=3, averaging=averaging)
     for step in range(1, 20):
-        run(one, [{"samples": NOISE if one.wants_measurement else None}])
+        run(one, [{"samples": NOISE if one.wants_measurement(48) else None}])
         read = decide(one).moments
         assert read.variance == pytest.approx(48.0, rel=1e-12), step
         assert read.sqr_norm == pytest.approx(1.0, rel=1e-12), step
@@ -640,7 +640,7 @@ def test_a_restart_in_the_middle_of_a_ramp_changes_nothing(rule, compensation, a
     resumed = fresh()
     resumed.load_state_dict(save_and_load(straight.state_dict()))
     assert resumed.state_dict() == straight.state_dict()
-    assert resumed.wants_measurement == straight.wants_measurement
+    assert resumed.wants_measurement(64) == straight.wants_measurement(64)
     assert run(resumed, steps[12:]) == run(straight, steps[12:])
     assert resumed.state_dict() == straight.state_dict()
     assert resumed.progress == straight.progress > 0

@@ -256,6 +256,7 @@ def test_facts_tell_who_came_from_where_and_at_which_step(supervisor):
     assert entered.source in (5, 7)
     supervisor.wait_until(lambda: supervisor.beat(6).status.get("step", 0) > entered.step)
     assert supervisor.beat(6).generation == 2
+    supervisor.wait_until(lambda: supervisor.beat(5).generation == 2)
     assert supervisor.beat(5).status == {}
     supervisor.finish()
     committed = audit(supervisor)

@@ -80,7 +80,7 @@ def replayed(committed: list[Record]) -> tuple[list[dict[str, float]], torch.Ten
             num_gradients=len(pairs),
         )
         assert moments is not None
-        samples = [moments] if controller.wants_measurement else None
+        samples = [moments] if controller.wants_measurement(nominal) else None
         decision = controller.decide(
             samples, batch_samples=batch, nominal_samples=nominal, momentum=MOMENTUM
         )

@@ -111,10 +111,9 @@ class Cadence:
     since: int = 0
     interval: int = 1
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the next step is to be measured."""
-        return self.since + 1 >= self.interval
+    def is_due(self, scale: float) -> bool:
+        """Whether the next step is to be measured, also because it is the first at a scale."""
+        return self.since + 1 >= self.interval or (self.count > 0 and scale != self.scale)
 
     @property
     def elapsed(self) -> int:
@@ -136,7 +135,7 @@ class Cadence:
 
         Args:
             influence: `gain_influence` of the step.
-            scale: `S` of the step.
+            scale: `S` that the policy asks for; a short batch at an epoch's end is no change.
             smoothing: `theta`, of one step.
             error: bound on the relative standard error of the gain.
         """

@@ -92,10 +92,9 @@ class StepController:
         """Whether progress has reached the end of training."""
         return self.progress >= self.num_steps
 
-    @property
-    def wants_measurement(self) -> bool:
-        """Whether the next step is one to measure."""
-        return self._cadence.is_due
+    def wants_measurement(self, nominal_samples: float) -> bool:
+        """Whether the next step is one to measure, with the batch that the policy asks for."""
+        return self._cadence.is_due(nominal_samples / self._base_batch_size)
 
     @property
     def takes_layers(self) -> bool:
@@ -137,7 +136,7 @@ class StepController:
         """
         scale = batch_samples / self._base_batch_size
         averages, stopgaps = self._updated(samples, scale=scale, single=single)
-        cadence = self._next_cadence(samples, scale=scale)
+        cadence = self._next_cadence(samples, scale=nominal_samples / self._base_batch_size)
         seen = self._averages, self._stopgaps
         if self._measuring.current:
             seen = averages, stopgaps

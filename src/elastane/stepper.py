@@ -170,7 +170,7 @@ class Stepper:
             self.controller.resize_groups(self.take_parameters())
             self._num_parameters = self._count()
         single = len(plan.micro_batches) == 1 and self.tap.is_alone
-        measure = self.controller.wants_measurement
+        measure = self.controller.wants_measurement(plan.nominal_samples)
         self.tap.begin(batch_samples=plan.batch_samples, measure=measure and not single)
         if not single:
             self._layers.rest()

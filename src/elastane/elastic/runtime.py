@@ -440,11 +440,11 @@ class ElasticMembership:
             self._leave_told = True
             why = "the worker received SIGTERM"
             self._link.post(Leaving(worker=self._launch.worker, why=why))
-        trainee = self._trainee
-        is_first = self.world.rank == 0 and bool(self._members)
+        trainee, world = self._trainee, self.world
+        is_first = world.rank == 0 and bool(self._members)
         return Beat(
             count=count,
-            generation=self.world.generation if self._members else 0,
+            generation=world.generation if self._members else 0,
             met=self._meetings.generation,
             step=trainee.step if trainee else 0,
             arrived=self._arrived,
