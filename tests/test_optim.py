@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler as sched
 from elastane.errors import ArgumentError, StateError, UnsupportedError, UsageError
 from elastane.optim import (
     ScaledStep,
+    clip_coefficient,
     clip_gradients,
     momentum_of,
     scale_momentum,
@@ -287,7 +288,8 @@ def test_clipping_is_torchs(max_norm):
         other.grad = mine.grad.clone()
     ours.append(nn.Parameter(torch.zeros(3)))
     norm = float(nn.utils.clip_grad_norm_(theirs, max_norm))
-    clip_gradients(torch.optim.SGD(ours, lr=0.1), max_norm=max_norm, grad_norm=norm)
+    coefficient = clip_coefficient(max_norm=max_norm, grad_norm=norm)
+    clip_gradients(torch.optim.SGD(ours, lr=0.1), coefficient=coefficient)
     for mine, other in zip(ours, theirs, strict=False):
         assert torch.allclose(mine.grad, other.grad, rtol=1e-6, atol=0)
 

@@ -21,6 +21,7 @@ __all__ = [
     "AVERAGE",
     "BASE_BATCH",
     "NUM_STEPS",
+    "Adam",
     "Batch",
     "Group",
     "Job",
@@ -82,6 +83,33 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """Adam with decoupled decay, under the square root of the gain.
+
+    Attributes:
+        beta1: of the average of gradients, at the base batch.
+        beta2: of the average of squares, at the base batch.
+        eps: at the base batch.
+        preconditions: whether the gain is measured as Adam sees the gradients.
+        first_follows: whether `beta1` keeps its half-life in samples,
+        second_follows: and `beta2` does.
+        eps_follows: whether `eps` follows the batch.
+        decay_follows: whether decay counts progress.
+        base_squares: whether squares are those of base batches.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-3
+    preconditions: bool = False
+    first_follows: bool = False
+    second_follows: bool = False
+    eps_follows: bool = False
+    decay_follows: bool = False
+    base_squares: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A short training.
 
@@ -98,6 +126,7 @@ class Job:
         poisoned: windows, counted with those that are skipped, whose loss is made infinite.
         average_decay: of a moving average of the weights, a base step.
         joint_norm: whether batch statistics are those of all ranks together.
+        adam: steps by Adam in place of SGD, or `None`.
     """
 
     model: Callable[[], nn.Module] = perceptron
@@ -112,6 +141,7 @@ class Job:
     poisoned: frozenset[int] = frozenset()
     average_decay: float | None = None
     joint_norm: bool = False
+    adam: Adam | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from benchmarks.oracle.adam import AdamState, adam_descend, preconditioned
 from benchmarks.oracle.formulas import Averages, Ramp, gain_of, ramped
 from benchmarks.oracle.job import (
     AVERAGE,
@@ -45,6 +46,7 @@ class _State:
     statistics: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     first_statistics: dict[str, Tensor] = field(default_factory=dict)
     average: dict[str, Tensor] = field(default_factory=dict)
+    adam: AdamState = field(default_factory=AdamState)
 
 
 def follow(job: Job, windows: Iterable[Window]) -> Trace:
@@ -81,16 +83,31 @@ def _step(job: Job, model: nn.Module, window: Window, *, state: _State) -> float
     weights = [weight * samples / sum(given) for weight in given]
     mean = _mean(gradients, weights)
 
-    gain, factors, progress = _decide(state, samples=samples, nominal=window.nominal_samples)
+    gain, factors, progress = _decide(job, state, samples=samples, nominal=window.nominal_samples)
     if state.step % job.measured_every == 0:
         _measure(job, state, gradients, weights, mean)
     multiplier = schedule(state.progress)
     buffers = _each([ramp.buffer for ramp in state.ramps], len(job.groups))
     each = _each(factors, len(job.groups))
     for group, factor, buffer in zip(job.groups, each, buffers, strict=True):
-        velocity, force = state.velocity, _clipped(mean, job.max_norm)
-        lr = group.lr * multiplier * factor
-        _descend(group, model, force, lr=lr, velocity=velocity, buffer=buffer)
+        lr, clipped = group.lr * multiplier * factor, _clipping(mean, job.max_norm)
+        if job.adam is not None:
+            adam_descend(
+                job.adam,
+                state.adam,
+                group=group,
+                model=model,
+                mean=mean,
+                clipped=clipped,
+                gradients=gradients,
+                weights=weights,
+                lr=lr,
+                scale=window.nominal_samples / BASE_BATCH,
+                worth=progress / factor,
+            )
+            continue
+        force = {name: clipped * value for name, value in mean.items()}
+        _descend(group, model, force, lr=lr, velocity=state.velocity, buffer=buffer)
     if job.average_decay is not None:
         keep = job.average_decay ** (samples / BASE_BATCH)
         for name, parameter in model.named_parameters():
@@ -160,7 +177,10 @@ def _measure(
 ) -> None:
     """Add the step's raw moments to each group's averages; one gradient tells none."""
     number, samples = sum(weight > 0 for weight in weights), sum(weights)
-    if number < 2:
+    if job.adam is not None and job.adam.preconditions:
+        gradients = [preconditioned(job.adam, state.adam, one) for one in gradients]
+        mean = preconditioned(job.adam, state.adam, mean)
+    if number < 2 or not mean:
         return
     steps = job.measured_every if state.step else 1  # that the sample stands for
     theta = max(1 - samples / BASE_BATCH / 1000, 0.9) ** steps
@@ -188,7 +208,9 @@ def _sum(moments: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return sum(s for s, _ in moments), sum(m for _, m in moments)
 
 
-def _decide(state: _State, *, samples: float, nominal: float) -> tuple[float, list[float], float]:
+def _decide(
+    job: Job, state: _State, *, samples: float, nominal: float
+) -> tuple[float, list[float], float]:
     """Return gain, factors and progress from the moments of earlier steps."""
     known = _known(state.averages)
     scale, usual = samples / BASE_BATCH, nominal / BASE_BATCH
@@ -198,18 +220,18 @@ def _decide(state: _State, *, samples: float, nominal: float) -> tuple[float, li
         gain = gain_of(*_sum(known), scale=scale)
         targets = [gain_of(*moments, scale=scale) for moments in known]
         lasting = [gain_of(*moments, scale=usual) for moments in known]
+    if job.adam is not None:
+        targets, lasting = [math.sqrt(one) for one in targets], [math.sqrt(one) for one in lasting]
     pairs = zip(state.ramps, lasting, strict=True)
     held = [ramped(ramp, target, batch=nominal) / target for ramp, target in pairs]
     factors = [target * share for target, share in zip(targets, held, strict=True)]
     return gain, factors, gain * sum(min(share, 1.0) for share in held) / len(held)
 
 
-def _clipped(gradient: Gradient, max_norm: float | None) -> Gradient:
+def _clipping(gradient: Gradient, max_norm: float | None) -> float:
     if max_norm is None:
-        return gradient
-    norm = math.sqrt(_sqr_norm(gradient, ""))
-    share = min(1.0, max_norm / (norm + 1e-6))
-    return {name: share * value for name, value in gradient.items()}
+        return 1.0
+    return min(1.0, max_norm / (math.sqrt(_sqr_norm(gradient, "")) + 1e-6))
 
 
 @torch.no_grad()

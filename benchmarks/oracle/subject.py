@@ -183,7 +183,11 @@ def _session(
         schedule=schedule,
         batch=form.batch(world_size),
         loader=LoaderOptions(seed=3),
-        measuring=Measuring(every=job.measured_every, per=per),
+        measuring=Measuring(
+            every=job.measured_every,
+            per=per,
+            precondition=job.adam is not None and job.adam.preconditions,
+        ),
         progress_bar=False,
         **options,
     )

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from benchmarks.tasks import load_task
 from benchmarks.tasks.task import Data, Recipe, Task
-from elastane import LoaderOptions, LocalBatch, Measuring, Session, StepResult
+from elastane import Follow, LoaderOptions, LocalBatch, Measuring, Session, StepResult
 from elastane.batching import World
 from elastane.errors import NonFiniteError
 from elastane.momentum import Compensation
@@ -120,6 +120,9 @@ class Conditions:
         measure: whether gradient statistics are taken.
         every: in which of the steps, as `Measuring.every`.
         smoothing: of their averages; 0 leaves each step's own, `None` is elastane's default.
+        precondition: whether gradients are measured as AdamW sees them.
+        follow: what besides the learning rate follows the batch.
+        lr_factor: on the recipe's learning rate.
     """
 
     seed: int
@@ -133,6 +136,9 @@ class Conditions:
     measure: bool = True
     every: int | str = 1
     smoothing: float | None = None
+    precondition: bool = False
+    follow: Follow = Follow()
+    lr_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +147,7 @@ class Bench:
 
     subject: Subject
     model: nn.Module
-    optimizer: torch.optim.SGD
+    optimizer: torch.optim.Optimizer
     batch: ScaledBatch
     session: Session
 
@@ -173,17 +179,12 @@ def set_up(subject: Subject, conditions: Conditions) -> Bench:
     torch.manual_seed(conditions.seed)
     model = subject.task.build()
     momentum = recipe.momentum if conditions.momentum is None else conditions.momentum
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=recipe.lr * ((1 - momentum) / (1 - recipe.momentum)),
-        momentum=momentum,
-        weight_decay=recipe.weight_decay,
-    )
+    optimizer = _optimizer(model, recipe, momentum=momentum, lr_factor=conditions.lr_factor)
     batch = ScaledBatch(
         recipe.base_batch_size,
         scale=conditions.scale,
         split=conditions.split,
-        most_samples=0 if conditions.measure or _has_batch_norm(model) else _MOST_SAMPLES,
+        most_samples=_MOST_SAMPLES if _may_join(model, conditions) else 0,
     )
     session = Session(
         model,
@@ -198,7 +199,9 @@ def set_up(subject: Subject, conditions: Conditions) -> Bench:
         measuring=Measuring(
             every=conditions.every if conditions.measure else _NEVER,
             smoothing=conditions.smoothing,
+            precondition=conditions.precondition,
         ),
+        follow=conditions.follow,
         loader=LoaderOptions(
             seed=conditions.seed if conditions.order is None else conditions.order,
             straddle_epochs=True,  # no short batches: each step has the scale that it is said to
@@ -207,6 +210,22 @@ def set_up(subject: Subject, conditions: Conditions) -> Bench:
         progress_bar=False,
     )
     return Bench(subject=subject, model=model, optimizer=optimizer, batch=batch, session=session)
+
+
+def _optimizer(
+    model: nn.Module, recipe: Recipe, *, momentum: float, lr_factor: float
+) -> torch.optim.Optimizer:
+    lr, decay = recipe.lr * lr_factor, recipe.weight_decay
+    if recipe.betas is not None:
+        return torch.optim.AdamW(model.parameters(), lr=lr, betas=recipe.betas, weight_decay=decay)
+    lr *= (1 - momentum) / (1 - recipe.momentum)
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=decay)
+
+
+def _may_join(model: nn.Module, conditions: Conditions) -> bool:
+    """Return whether nobody wants to see the workers' own gradients."""
+    wanted = conditions.measure or conditions.follow.takes_squares
+    return not wanted and not _has_batch_norm(model)
 
 
 def _has_batch_norm(model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from benchmarks.tasks.task import Task
 
 __all__ = ["TASKS", "load_task"]
 
-TASKS = ("fashion", "mnist", "speech", "translation", "detection", "segmentation")
+TASKS = ("fashion", "mnist", "speech", "translation", "detection", "segmentation", "language")
 
 
 def load_task(name: str) -> Task:

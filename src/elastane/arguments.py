@@ -25,6 +25,7 @@ from elastane.errors import (
     check_whole,
     describe,
 )
+from elastane.follow import Follow
 from elastane.measuring import Measuring
 from elastane.optimizers import AnyOptimizer, Optimizers, joined, members_of
 from elastane.scaling import AdaScale
@@ -89,6 +90,7 @@ def check_session(given: Mapping[str, Any]) -> None:
     kinds = {
         "measuring": (Measuring, "For example elastane.Measuring(every=4)."),
         "loader": (LoaderOptions, "For example elastane.LoaderOptions(num_workers=2)."),
+        "follow": (Follow, "For example elastane.Follow(weight_decay=True)."),
         "scaler": ((GradScaler, type(None)), 'For example torch.amp.GradScaler("cuda").'),
         "checkpoint": (
             (Checkpointing, type(None)),

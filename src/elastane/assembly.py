@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastane import _env, arguments, jointly, replica
+from elastane.adaptive import check_follow
 from elastane.batching import BatchPolicy, LocalBatch, World
 from elastane.controller import StepController
 from elastane.durability import Checkpointing, Keeper
@@ -25,7 +26,7 @@ from elastane.errors import ArgumentError, UnsupportedError, describe
 from elastane.evaluation import Evaluator
 from elastane.feed import Feed
 from elastane.fixed import FixedMembership, discover_world
-from elastane.gradients import GradientTap
+from elastane.follow import Follow
 from elastane.group import Membership, Wrapping
 from elastane.loop import Loop
 from elastane.optimizers import AnyOptimizer, joined, members_of
@@ -97,6 +98,13 @@ _GAIN_TOO_LARGE = (
 )
 
 
+_WHOLE_GRADIENTS = (
+    "the model is sharded, and its gradients are measured before they are cut into shards, where "
+    "the optimizer's second moments are not to be had: leave Measuring(precondition=True) and "
+    'Follow(second_moment="base") out'
+)
+
+
 def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
     """Return the parts of a session.
 
@@ -114,6 +122,10 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
     if by_user:
         sharding_of(model.inner, world_size=world.world_size if elastic is None else team.size)
     optimizer = joined(given["optimizer"])
+    follow: Follow = given["follow"]
+    check_follow(follow, optimizer)
+    if sharded and (follow.takes_squares or measuring.precondition):
+        raise UnsupportedError(_WHOLE_GRADIENTS)
     zeros = [one for one in members_of(optimizer) if is_zero(one)]
     for one in zeros:
         check_zero(
@@ -160,7 +172,8 @@ def assemble(given: Mapping[str, Any], *, model: replica.Replica) -> Parts:
         scaler=given["scaler"],
         max_norm=given["max_norm"],
         per=measuring.per,
-        tap=ShardedTap if sharded else GradientTap,
+        follow=follow,
+        sharded=sharded,
     )
     build = None
     if given["shard"] is not None:

@@ -99,7 +99,17 @@ class StepController:
     @property
     def takes_layers(self) -> bool:
         """Whether steps with a single gradient are measured by their layers."""
-        return self._measuring.single == "layers"
+        return self._measuring.single == "layers" and not self._measuring.precondition
+
+    @property
+    def preconditions(self) -> bool:
+        """Whether gradients are measured as the optimizer's second moment leaves them."""
+        return self._measuring.precondition
+
+    @property
+    def base_batch_size(self) -> int:
+        """`B0` in samples."""
+        return self._base_batch_size
 
     def depends_on_gain(self, scale: float) -> bool:
         """Whether the rule would answer differently if the gain at `scale` were not 1."""

@@ -15,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from elastane._compat import GradBucket, foreach_add_, foreach_mul_, foreach_zero_
 from elastane.carrier import Carrier
 from elastane.errors import CommunicationError, UnsupportedError, UsageError
+from elastane.group_norms import GroupNorms, views_of
 from elastane.measurement import Measurement, read_measurement
-from elastane.norms import Run, runs_of_groups, squared_norm_of_all, squared_norms_of_runs
+from elastane.norms import Run
 from elastane.peers import Peers
+from elastane.square_sums import SquareSums
 from elastane.step_sums import Extra, StepSums
 from elastane.window import Window
 
@@ -48,6 +50,8 @@ class GradientTap(Window):
         extras: called once a step when the small reduction is launched; returns as many values
             as every other rank's.
         arrived: called once a step when this rank has launched its last reduction.
+        squares: whether to keep `sum b_i g_i^2` of each element, too, summed over the workers by
+            a reduction as large as the gradients.
 
     References:
         The unequal-sample estimator is described in `elastane.noise.estimate_moments`.
@@ -59,8 +63,9 @@ class GradientTap(Window):
         *,
         extras: Callable[[], Sequence[Extra]] | None = None,
         arrived: Callable[[], None] = lambda: None,
+        squares: bool = False,
     ) -> None:
-        self._extras, self._arrived = extras, arrived
+        self._extras, self._arrived, self._has_squares = extras, arrived, squares
         self._carrier = Carrier()
         self._finds_unused = self._has_bucket_views = False
         self.set_groups(groups)
@@ -70,12 +75,17 @@ class GradientTap(Window):
         """Replace the groups, for parameters that joined the optimizer."""
         self._parameters = [list(dict.fromkeys(group)) for group in groups]
         self._every = [parameter for group in self._parameters for parameter in group]
-        self._group_of = {
-            id(parameter): number
-            for number, group in enumerate(self._parameters)
-            for parameter in group
-        }
-        self._runs: dict[tuple[int, ...], Sequence[Run]] = {}
+        self._norms = GroupNorms(self._parameters)
+        self._squares = SquareSums(self._every) if self._has_squares else None
+
+    def precondition(self, factors: Mapping[int, Tensor]) -> None:
+        """Measure gradients times these factors (see `GroupNorms.precondition`)."""
+        self._norms.precondition(factors)
+
+    def square_sums(self) -> Mapping[int, Tensor]:
+        """Return the settled window's `sum b_i g_i^2` of each element, by the parameters' ids."""
+        assert self._squares is not None
+        return self._squares.sums
 
     def attach(self, replica: DistributedDataParallel, *, peers: Peers) -> None:
         """Average the replica's gradients from now on. DDP has no way to detach a hook.
@@ -85,7 +95,6 @@ class GradientTap(Window):
             peers: the data-parallel workers.
         """
         self._peers = peers
-        self._runs.clear()
         self._finds_unused = replica.find_unused_parameters
         self._has_bucket_views = replica.gradient_as_bucket_view
         replica.register_comm_hook(self, _average_bucket)
@@ -94,6 +103,7 @@ class GradientTap(Window):
         """Forget the process group; the next steps are this process's own."""
         self._peers = None
         self._carrier = Carrier()  # an operation that was given up may still write to it
+        self._squares = SquareSums(self._every) if self._has_squares else None
         self._finds_unused = self._has_bucket_views = False
         self.begin(batch_samples=1.0)
 
@@ -108,6 +118,9 @@ class GradientTap(Window):
         self._set_aside: dict[int, Tensor] = {}
         self._sums = StepSums(len(self._parameters))
         self._small: tuple[Tensor, dist.Work | None] | None = None
+        self._waits: list[dist.Work] = []
+        if self._squares is not None:
+            self._squares.clear()
         self._carrier.unload()
         self._reduced_twice = False
 
@@ -118,7 +131,7 @@ class GradientTap(Window):
         nobody needs to see it alone: that spares a second copy of all gradients.
         """
         super().begin_micro_batch(weight, weighted=weighted)
-        if weighted and self._set_aside and not self._measure:
+        if weighted and self._set_aside and not self._measure and self._squares is None:
             for parameter in self._every:
                 if id(parameter) in self._set_aside:
                     parameter.grad = self._set_aside.pop(id(parameter))
@@ -186,7 +199,7 @@ class GradientTap(Window):
             foreach_mul_(list(gradients.values()), self._share)
         if self._set_aside:
             self._add_to(gradients)
-        sqr_norms = self._grouped_sqr_norms(gradients)
+        sqr_norms = self._norms.mean(gradients)
         self._sums.set_mean(0, sqr_norms)
         self._launch_small(sqr_norms.device)
 
@@ -217,7 +230,9 @@ class GradientTap(Window):
     def _count_local(self, gradients: dict[int, Tensor]) -> None:
         self._count()
         if self._measure and self._weight:
-            self._sums.add_local(self._grouped_sqr_norms(gradients), factor=self._norm_weight)
+            self._sums.add_local(self._norms.local(gradients), factor=self._norm_weight)
+        if self._squares is not None and self._weight:
+            self._squares.add(gradients, factor=self._norm_weight)
 
     def _describe_missing(self) -> str:
         """Return why DDP did not average: no backward, or one that missed parameters."""
@@ -234,26 +249,15 @@ class GradientTap(Window):
             "unused by design pass ddp={'find_unused_parameters': True} or freeze them"
         )
 
-    def _grouped_sqr_norms(self, gradients: Mapping[int, Tensor]) -> Tensor:
-        """Return the squared norms of the groups' gradients, of shape (num_groups,)."""
-        if len(self._parameters) == 1:
-            return squared_norm_of_all(list(gradients.values()))[None]
-        device = next(iter(gradients.values())).device
-        norms = [
-            squared_norm_of_all(present)
-            if (present := [g for p in group if (g := gradients.get(id(p))) is not None])
-            else torch.zeros((), dtype=torch.float64, device=device)
-            for group in self._parameters
-        ]
-        return torch.stack(norms)
-
     def _reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        runs = self._runs_of(bucket)
+        runs, views = self._norms.runs_of(bucket), self._views_of(bucket)
         self._reduced_twice |= self._small is not None
         if self._weight:
             if self._measure:
-                self._sums.add_local(self._sqr_norms(buffer, runs), factor=self._norm_weight)
+                self._sums.add_local(self._norms.local_of(bucket), factor=self._norm_weight)
+            if self._squares is not None:
+                self._squares.add(views, factor=self._norm_weight)
             if self._share != 1:
                 buffer.mul_(self._share)
         else:
@@ -266,10 +270,11 @@ class GradientTap(Window):
             count = self._num_gradients + (self._weight > 0)
             buffer = carrier.load(buffer, self._vector(weight, count, buffer.device))
             mean = buffer[: len(mean)]
-        measured = partial(self._measure_mean, bucket.index(), mean, runs)
+        measured = partial(self._measure_mean, bucket.index(), mean, runs, views)
         future = self._all_reduce(buffer, then=measured)
         if bucket.is_last():
             self._count()
+            self._launch_squares()
             if carrier.vector is None:
                 self._launch_small(buffer.device)
             else:
@@ -277,15 +282,11 @@ class GradientTap(Window):
                 self._arrived()
         return future
 
-    def _runs_of(self, bucket: GradBucket) -> Sequence[Run]:
-        """Return the stretches of a bucket's groups; its parameters change once at most."""
-        parameters = bucket.parameters()
-        ids = tuple(map(id, parameters))
-        runs = self._runs.get(ids)
-        if runs is None:
-            groups = [self._group_of.get(one) for one in ids]
-            runs = self._runs[ids] = runs_of_groups(groups, [p.numel() for p in parameters])
-        return runs
+    def _views_of(self, bucket: GradBucket) -> Mapping[int, Tensor]:
+        """Return a bucket's gradients if anybody needs them one by one."""
+        if self._squares is None and not self._norms.preconditions:
+            return {}
+        return views_of(bucket)
 
     def _add_set_aside(self, bucket: GradBucket) -> None:
         pairs = [
@@ -321,16 +322,24 @@ class GradientTap(Window):
         return None
 
     def _measure_mean(
-        self, index: int, buffer: Tensor, runs: Sequence[Run], failure: str | None
+        self,
+        index: int,
+        buffer: Tensor,
+        runs: Sequence[Run],
+        views: Mapping[int, Tensor],
+        failure: str | None,
     ) -> Tensor:
         if failure is None:
-            self._sums.set_mean(index, self._sqr_norms(buffer, runs))
+            self._sums.set_mean(index, self._norms.mean_of(buffer, runs, views))
         else:
             self._failure = failure
         return buffer
 
-    def _sqr_norms(self, buffer: Tensor, runs: Sequence[Run]) -> Tensor:
-        return squared_norms_of_runs(buffer, runs, num_groups=len(self._parameters))
+    def _launch_squares(self) -> None:
+        """Start the sum of squares, if they are kept."""
+        if self._squares is not None:
+            work = self._squares.reduce(self._start_sum)
+            self._waits += [] if work is None else [work]
 
     def _launch_small(self, device: torch.device) -> None:
         """Start the step's small SUM reduction: statistics, count, flag, extras."""
@@ -345,14 +354,17 @@ class GradientTap(Window):
 
     def _read(self, loss_scale: Extra) -> Measurement:
         vector, work = self._small or (torch.zeros(0), None)
-        if work is not None and self._failure is None and self._peers is not None:
-            self._failure = self._peers.breaker.outcome(work, on_host=not vector.is_cuda)
+        for one in (*self._waits, work):
+            if one is not None and self._failure is None and self._peers is not None:
+                self._failure = self._peers.breaker.outcome(one, on_host=not vector.is_cuda)
         if self._failure is not None:
             raise CommunicationError(_BROKEN.format(cause=self._failure))
         reduced, means, known_scale = self._sums.read(vector, loss_scale)
+        groups = len(self._parameters)
         measurement = read_measurement(
             reduced,
-            means,
+            means[:groups],
+            compared_sqr_norms=means[groups:],
             batch_samples=self._batch_samples,
             loss_scale=known_scale,
             measured=self._measure,

@@ -33,6 +33,9 @@ class Measuring:
             of the optimizer. Progress always counts the whole model's gain.
         single: what steps with a single gradient (one worker, one micro-batch) tell: `"layers"`,
             the moments of layers that tell its samples' gradients apart; `"off"`, nothing.
+        precondition: measure `g / (sqrt v + eps)` in place of the gradient, with the second
+            moment `v` of an Adam or its kin: the noise as that optimizer sees it (Qiao et al.,
+            Pollux, 2021). The layers of `single` tell nothing then. Not for sharded models.
     """
 
     averaging: str = "debiased"
@@ -42,6 +45,7 @@ class Measuring:
     current: bool = False
     per: str = "model"
     single: str = "layers"
+    precondition: bool = False
 
     def __post_init__(self) -> None:
         check_choice("averaging", self.averaging, noise.AVERAGES)

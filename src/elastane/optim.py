@@ -7,7 +7,7 @@ workers; what factor and how much progress, others decide.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -16,11 +16,20 @@ from torch.optim import Optimizer
 
 from elastane import _compat
 from elastane.errors import ArgumentError, UnsupportedError, describe
+from elastane.follow import Follow
+from elastane.follower import Follower
 from elastane.optimizers import AnyOptimizer, members_of
 from elastane.schedule import Schedule, set_lr
 from elastane.zero import own_state
 
-__all__ = ["ScaledStep", "clip_gradients", "momentum_of", "scale_momentum", "scaled_lr"]
+__all__ = [
+    "ScaledStep",
+    "clip_coefficient",
+    "clip_gradients",
+    "momentum_of",
+    "scale_momentum",
+    "scaled_lr",
+]
 
 
 @contextmanager
@@ -94,12 +103,13 @@ def scale_momentum(optimizer: AnyOptimizer, factors: Sequence[float]) -> None:
                 _compat.foreach_mul_(buffers, factor)
 
 
-def clip_gradients(optimizer: AnyOptimizer, *, max_norm: float, grad_norm: float) -> None:
-    """Scale the gradients down to `max_norm` by a norm that is known already.
+def clip_coefficient(*, max_norm: float, grad_norm: float) -> float:
+    """Return `min(1, max_norm / (|g| + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`."""
+    return min(1.0, max_norm / (grad_norm + 1e-6))
 
-    `g <- g min(1, max_norm / (|g| + 1e-6))`, as `torch.nn.utils.clip_grad_norm_`.
-    """
-    coefficient = max_norm / (grad_norm + 1e-6)
+
+def clip_gradients(optimizer: AnyOptimizer, *, coefficient: float) -> None:
+    """Scale the gradients down by a coefficient that is known already."""
     if coefficient < 1:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         _compat.foreach_mul_([p.grad for p in parameters if p.grad is not None], coefficient)
@@ -118,6 +128,7 @@ class ScaledStep:
         schedule: the schedule to move.
         custom: makes the optimizer's step in its place, such as a compiled `optimizer.step`; of
             several, the steps of all.
+        follow: what besides the learning rate follows the batch.
 
     Example:
         >>> import torch
@@ -137,8 +148,10 @@ class ScaledStep:
         schedule: Schedule,
         *,
         custom: Callable[..., Any] | None = None,
+        follow: Follow = Follow(),
     ) -> None:
         self._optimizer = optimizer
+        self.follower = Follower(optimizer, follow)
         self._schedule = schedule
         self._custom = custom
 
@@ -147,6 +160,9 @@ class ScaledStep:
         factors: Sequence[float],
         *,
         progress: float,
+        worth: float = 1.0,
+        scale: float = 1.0,
+        prepare: Callable[[], None] = lambda: None,
         scaler: GradScaler | None = None,
         closure: Callable[[], float] | None = None,
     ) -> Any:
@@ -155,6 +171,9 @@ class ScaledStep:
         Args:
             factors: one for every parameter group, or a single one for all.
             progress: `tau` after this step.
+            worth: what of it is this step's.
+            scale: `S`, of the batch that the policy asks for.
+            prepare: called when learning rates, and what follows, are those of the step.
             scaler: a gradient scaler whose `unscale_` has been called. A custom step is made
                 without asking it: the gradients must be finite.
             closure: handed to the optimizer.
@@ -163,9 +182,14 @@ class ScaledStep:
             What the optimizer's `step` returned; the last one's of several.
         """
         multiplier = self._schedule.multiplier_at(progress)
-        with scaled_lr(self._optimizer, factors):
+        with ExitStack() as stack:
+            stack.enter_context(scaled_lr(self._optimizer, factors))
+            stack.enter_context(
+                self.follower.stepping(scale=scale, factors=factors, progress=worth)
+            )
             if scaler is not None and closure is not None:
                 raise UnsupportedError("a closure can't be combined with a scaler: leave one out")
+            prepare()
             result = self._step(scaler, closure)
         self._schedule.move(progress, multiplier=multiplier)
         return result

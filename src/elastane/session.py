@@ -25,6 +25,7 @@ from elastane.data import LoaderOptions
 from elastane.durability import Checkpointing
 from elastane.errors import UsageError
 from elastane.evaluation import Evaluation, EvaluationFunction
+from elastane.follow import Follow
 from elastane.measuring import Measuring
 from elastane.momentum import Compensation, MomentumRamp
 from elastane.reporting import StepResult
@@ -53,6 +54,7 @@ class Session:
         batch: batch policy, by default `LocalBatch(base_batch_size)`.
         compensation: momentum compensation after a change of batch, or `None`.
         measuring: how gradient statistics are taken.
+        follow: which of an adaptive optimizer's other numbers follow the batch.
         loader: how samples are ordered and loaded.
         step: makes the optimizer's step in its place, such as `torch.compile(optimizer.step)`.
         scaler: a `torch.amp.GradScaler`; the session scales, unscales, steps and updates it.
@@ -84,6 +86,7 @@ class Session:
         batch: BatchPolicy | None = None,
         compensation: Compensation | None = MomentumRamp(),
         measuring: Measuring = Measuring(),
+        follow: Follow = Follow(),
         loader: LoaderOptions = LoaderOptions(),
         step: Callable[[], Any] | None = None,
         scaler: GradScaler | None = None,
@@ -143,7 +146,7 @@ class Session:
     def __enter__(self) -> Self:
         """Start loader processes, then the process group if launched with one, and wrap."""
         if self._was_open:
-            raise UsageError(_ENTERED_TWICE)
+            raise UsageError("a session is entered once: load its state into a new one to go on")
         self._was_open = True
         parts = self._parts
         with ExitStack() as stack:
@@ -242,8 +245,3 @@ class Session:
             StateError: another version, dataset length, base batch or seed.
         """
         self._parts.state.load_state_dict(state)
-
-
-_ENTERED_TWICE = (
-    "a session is entered once: build a new one, and load the state of this one to go on with it"
-)

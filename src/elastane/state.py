@@ -17,7 +17,7 @@ from elastane.rng import rng_state, set_rng_state
 
 __all__ = ["STATE_VERSION", "SessionState"]
 
-STATE_VERSION = 5
+STATE_VERSION = 6
 
 
 class SessionState:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from elastane.adaptive import preconditioners, raise_second_moments
 from elastane.arguments import (
     check_loss,
     check_optimizer,
@@ -24,12 +25,19 @@ from elastane.arguments import (
 )
 from elastane.controller import Decision, StepController
 from elastane.errors import CommunicationError, UsageError, check_choice, check_positive
+from elastane.follow import Follow
 from elastane.grad_scaling import GradScaling
 from elastane.gradients import GradientTap
 from elastane.jointly import weighted_joint_norms
 from elastane.layers import LayerNorms
 from elastane.measurement import Measurement
-from elastane.optim import ScaledStep, clip_gradients, momentum_of, scale_momentum
+from elastane.optim import (
+    ScaledStep,
+    clip_coefficient,
+    clip_gradients,
+    momentum_of,
+    scale_momentum,
+)
 from elastane.optimizers import AnyOptimizer, members_of
 from elastane.planning import StepPlan
 from elastane.schedule import AnySchedule, Schedule
@@ -72,7 +80,8 @@ class Stepper:
         scaler: gradient scaler, or `None`.
         max_norm: norm to which the mean gradient is clipped, or `None`.
         per: `Measuring.per`.
-        tap: what averages and measures: of DDP's gradients, or a sharded model's.
+        follow: what besides the learning rate follows the batch.
+        sharded: whether the model is.
     """
 
     def __init__(
@@ -86,7 +95,8 @@ class Stepper:
         scaler: GradScaler | None,
         max_norm: float | None,
         per: str,
-        tap: type[GradientTap] | type[ShardedTap] = GradientTap,
+        follow: Follow = Follow(),
+        sharded: bool = False,
     ) -> None:
         if max_norm is not None:
             check_positive("max_norm", max_norm, way_out="None does not clip.")
@@ -94,7 +104,8 @@ class Stepper:
         self._model = model
         self.controller = controller
         self._schedule = Schedule(schedule, optimizer=optimizer, num_steps=controller.num_steps)
-        self._scaled_step = ScaledStep(optimizer, self._schedule, custom=step)
+        self._scaled_step = ScaledStep(optimizer, self._schedule, custom=step, follow=follow)
+        self._follow = follow
         self._scaling = GradScaling(scaler, optimizer)
         self._max_norm = max_norm
         self._per = per
@@ -106,15 +117,20 @@ class Stepper:
         own_extras = weakref.WeakMethod(self._all_extras)  # no cycle: it would keep the model
         own_arrival = weakref.WeakMethod(self._note_arrival)
         self._groups = parameter_groups(optimizer, per=per)
-        self.tap = tap(
-            self._groups,
-            extras=lambda: extras() if (extras := own_extras()) else (),
-            arrived=lambda: note() if (note := own_arrival()) else None,
+        hooks: dict[str, Any] = {
+            "extras": lambda: extras() if (extras := own_extras()) else (),
+            "arrived": lambda: note() if (note := own_arrival()) else None,
+        }
+        self.tap: GradientTap | ShardedTap = (
+            ShardedTap(self._groups, **hooks)
+            if sharded
+            else GradientTap(self._groups, squares=follow.takes_squares, **hooks)
         )
         self._losses: list[Extra] = []
         self._loss_weight = 0.0
         self._warned = self._is_stepping = self._had_backward = False
         self._by_layers = self._is_weighted = False
+        self._unseen_at: int | None = None
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -171,6 +187,8 @@ class Stepper:
             self._num_parameters = self._count()
         single = len(plan.micro_batches) == 1 and self.tap.is_alone
         measure = self.controller.wants_measurement(plan.nominal_samples)
+        if self.controller.preconditions and not single:
+            measure = self._preconditioned(wanted=measure)
         self.tap.begin(batch_samples=plan.batch_samples, measure=measure and not single)
         if not single:
             self._layers.rest()
@@ -254,7 +272,7 @@ class Stepper:
         self._scaling.unscale()
         lr = float(self._optimizer.param_groups[0]["lr"]) * decision.factors[0]
         if measurement.finite:
-            self._step(decision, grad_norm=measurement.grad_norm)
+            self._step(decision, measurement)
         self._scaling.update(finite=measurement.finite)
         self.discard()
         return Outcome(
@@ -274,12 +292,17 @@ class Stepper:
         self._layers.begin(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of schedule and scaler."""
-        return {"schedule": self._schedule.state_dict(), **self._scaling.state_dict()}
+        """Return the state of schedule, scaler and what follows the batch."""
+        return {
+            "schedule": self._schedule.state_dict(),
+            "followed": self._scaled_step.follower.state_dict(),
+            **self._scaling.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the state of schedule and scaler, at the controller's progress."""
+        """Take up the state of these, at the controller's progress."""
         self._schedule.load_state_dict(state["schedule"], progress=self.controller.progress)
+        self._scaled_step.follower.load_state_dict(state["followed"])
         self._scaling.load_state_dict(state)
 
     def _settle(self, *, in_backward: bool) -> Measurement:
@@ -287,17 +310,58 @@ class Stepper:
         self._scale_of_gradients = scale
         return self.tap.settle(loss_scale=scale)
 
-    def _step(self, decision: Decision, *, grad_norm: float) -> None:
+    def _step(self, decision: Decision, measurement: Measurement) -> None:
+        clipped = 1.0
         if self._max_norm is not None:
-            clip_gradients(self._optimizer, max_norm=self._max_norm, grad_norm=grad_norm)
+            clipped = clip_coefficient(max_norm=self._max_norm, grad_norm=measurement.grad_norm)
+            clip_gradients(self._optimizer, coefficient=clipped)
         scale_momentum(self._optimizer, decision.buffer_factors)
         progress = self.controller.progress + decision.progress
         self._is_stepping = True
         try:
-            self._scaled_step.step(decision.factors, progress=progress, scaler=self._scaling.scaler)
+            self._scaled_step.step(
+                decision.factors,
+                progress=progress,
+                worth=decision.progress,
+                scale=self._plan.nominal_samples / self.controller.base_batch_size,
+                prepare=lambda: self._raise_second_moments(measurement, clipped=clipped),
+                scaler=self._scaling.scaler,
+            )
         finally:
             self._is_stepping = False
         self.controller.commit(decision)
+
+    def _preconditioned(self, *, wanted: bool) -> bool:
+        """Return whether to measure: not before there is a second moment to precondition by.
+
+        Raises:
+            UsageError: there still is none, though the optimizer has stepped.
+        """
+        assert isinstance(self.tap, GradientTap)
+        weights = self._scaled_step.follower.second_weights()
+        factors = preconditioners(self._optimizer, weights=weights) if wanted else {}
+        self.tap.precondition(factors)
+        step = self.controller.step
+        if wanted and not factors and self._unseen_at not in (None, step):
+            raise UsageError(_NO_SECOND_MOMENT)
+        if wanted:
+            self._unseen_at = None if factors else step
+        return bool(factors)
+
+    def _raise_second_moments(self, measurement: Measurement, *, clipped: float) -> None:
+        """Let the step average the squares of base batches, if that was asked for."""
+        if not self._follow.takes_squares or measurement.num_gradients < 2:
+            return
+        assert isinstance(self.tap, GradientTap)
+        share = measurement.batch_samples / measurement.weight
+        raise_second_moments(
+            self._optimizer,
+            self.tap.square_sums(),
+            factor=share * (clipped / self._scale_of_gradients) ** 2,
+            batch_samples=measurement.batch_samples,
+            num_gradients=measurement.num_gradients,
+            base_batch_size=self.controller.base_batch_size,
+        )
 
     def _warn_if_blind(self, measurement: Measurement, decision: Decision) -> None:
         """Warn once if the rule wants a gain that this way of batching can't measure."""
@@ -337,6 +401,11 @@ _BLIND = (
     "the batch is {scale:g} base batches, but with one gradient a step (one worker, one "
     "micro-batch) and no layer that tells its samples' gradients apart the gain can't be measured "
     "and stays 1: split the batch, for example LocalBatch(samples, micro_batches=2)"
+)
+_NO_SECOND_MOMENT = (
+    "Measuring(precondition=True) measures gradients as an optimizer's second moment leaves them, "
+    "and this optimizer keeps none of the parameters' shape: leave it out, or take Adam, AdamW, "
+    "RMSprop or Adagrad"
 )
 _NO_SHARE = (
     "a micro-batch of weight 0 can't be left out where SyncBatchNorm mixes it with the others: "

@@ -1,6 +1,6 @@
 """The rows of the table: what people train with, each written down for library and oracle."""
 
-from benchmarks.oracle.features import batches, kinds, precision, sharded, steps
+from benchmarks.oracle.features import adaptive, batches, kinds, precision, sharded, steps
 from benchmarks.oracle.features.feature import Feature
 
 __all__ = ["FEATURES", "Feature"]
@@ -11,6 +11,7 @@ FEATURES: dict[str, Feature] = {
         *batches.FEATURES,
         *precision.FEATURES,
         *steps.FEATURES,
+        *adaptive.FEATURES,
         *kinds.FEATURES,
         *sharded.FEATURES,
     )
