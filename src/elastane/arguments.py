@@ -107,7 +107,7 @@ def check_session(given: Mapping[str, Any]) -> None:
             rule = "must have state_dict() and load_state_dict(state)"
             way_out = "Pass an object such as a torchmetrics metric or an averaged model."
             raise ArgumentError(describe(f"stateful[{name!r}]", one, rule=rule, way_out=way_out))
-    if isinstance(given["rule"], AdaScale):
+    if isinstance(given["rule"], AdaScale) and not given["follow"].takes_squares:
         _warn_of_adam(joined(optimizer))
 
 
