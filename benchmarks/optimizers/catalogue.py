@@ -69,7 +69,8 @@ CATALOGUE: Mapping[str, Kind] = {
     "Adafactor": _torch("Adafactor", 0.03),
     "Muon": Kind(module="torch.optim", name="Muon", lr=0.01, matrices_only=True),
     "LARS": _extra("LARS", 0.1, trust_coefficient=0.02, momentum=0.9),
-    "LAMB": _extra("Lamb", 0.01),
+    # By default its first step is 10 lr long, and its decay is outside the ratio of norms.
+    "LAMB": _extra("Lamb", 0.01, adam_debias=True, weight_decouple=False),
     "NovoGrad": _extra("NovoGrad", 0.01),
     "Lion": _extra("Lion", 0.001),
     "AdaBelief": _extra("AdaBelief", 0.003),
