@@ -21,7 +21,7 @@ from benchmarks.tasks.verses import aligned_parts, vocabulary
 from examples.digits.data import NUM_TRAIN
 
 SHORTEST = 6  # frames of a recording
-NAMES = ("fashion", "mnist", "speech", "translation")
+NAMES = ("fashion", "mnist", "speech", "translation", "language")
 
 
 def task_named(name: str) -> Task:

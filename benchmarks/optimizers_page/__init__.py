@@ -1,0 +1,1 @@
+"""The page on optimizers, made of the committed results."""
