@@ -105,3 +105,22 @@ def test_the_command_writes_rows(monkeypatch):
         *((32, 1, 2), (32, 2, 1), (32, 2, 4)),
         *((256, 1, 2), (256, 2, 1)),
     }
+
+
+def test_a_run_that_was_interrupted_goes_on_where_it_stopped(monkeypatch, tmp_path):
+    times = {"cpu": [1.0, 1.0], "wall": [1.0, 1.0]}
+    compared = []
+
+    def stop_after(count, one):
+        if len(compared) == count:
+            raise KeyboardInterrupt
+        compared.append((one.batch, one.processes, one.micro_batches))
+        return {"steps": 4, "times": dict.fromkeys(one.methods, times)}
+
+    path = tmp_path / "overhead.json"
+    options = ["--json", str(path), "--model", "cnn 0.09M", "--method", "elastane", "--resume"]
+    for count in (2, 9):
+        monkeypatch.setattr(overhead, "compare", lambda one, count=count: stop_after(count, one))
+        CliRunner().invoke(overhead.main, options)
+    assert len(compared) == len(set(compared)) == 5
+    assert len(json.loads(path.read_text())["rows"]) == 10

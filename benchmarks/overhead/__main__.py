@@ -1,6 +1,6 @@
 """What a step costs under elastane and its peers, over a plain step of the same model.
 
-    python -m benchmarks.overhead [--json PATH|-] [--model NAME] [--method NAME] [--rounds N]
+    python -m benchmarks.overhead [--json PATH|-] [--model NAME] [--method NAME] [--resume]
 
 Each comparison holds all methods in one process (or two, over gloo), each with its own copy of the
 model. In a round each makes a block of some steps; ratios to plain are taken round by round. All
@@ -12,8 +12,10 @@ each micro-gradient and the mean gradient once, by the kernel that elastane meas
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -32,6 +34,7 @@ _AGAIN = "plain again"
 FORMS = ((1, 2), (2, 1), (2, 4))
 """Processes and micro-batches a worker."""
 FACTORS = (1, 8)
+_PLACE = ("model", "batch", "processes", "micro_batches")
 
 
 def comparisons(
@@ -84,6 +87,22 @@ def rows_of(comparison: Comparison, found: dict[str, Any]) -> list[Row]:
         for method, own in times.items()
         if method != PLAIN
     ]
+
+
+def kept_rows(path: str | None) -> list[Row]:
+    """Return the rows that a result's file has already."""
+    if path in (None, "-") or not Path(path).exists():
+        return []
+    return json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+
+
+def is_measured(comparison: Comparison, rows: Sequence[Row]) -> bool:
+    """Return whether rows are those of a comparison."""
+    beside = ADAPTDL if ADAPTDL in comparison.methods else None
+    wanted = {"beside": beside}
+    wanted |= {name: getattr(comparison, name) for name in _PLACE}
+    found = {row["method"] for row in rows if all(row[k] == v for k, v in wanted.items())}
+    return {*comparison.methods} <= {*found, PLAIN}
 
 
 def over_clipped(own: Sequence[float], clipped: Sequence[float]) -> Row:
@@ -139,12 +158,14 @@ def result_of(rows: Sequence[Row], methods: Sequence[str]) -> dict[str, Any]:
     "--method", "methods", multiple=True, type=click.Choice(list(METHODS)), help="Repeatable."
 )
 @click.option("--rounds", default=40, show_default=True, type=click.IntRange(2))
+@click.option("--resume", is_flag=True, help="Keep the comparisons that the file has.")
 @click.option("--limit", "limit_s", default=120.0, show_default=True, help="Seconds a comparison.")
 def main(
     json_path: str | None,
     models: tuple[str, ...],
     methods: tuple[str, ...],
     rounds: int,
+    resume: bool,
     limit_s: float,
 ) -> None:
     find_peers()
@@ -152,9 +173,11 @@ def main(
     chosen = [name for name in METHODS if not methods or name in {PLAIN, _AGAIN, *methods}]
     for name, why in gaps(chosen).items():
         console.print(f"{name}: {why}")
-    rows: list[Row] = []
+    rows = kept_rows(json_path) if resume else []
     chosen_models = models or tuple(SUBJECTS)
     for comparison in comparisons(chosen_models, chosen, rounds=rounds, limit_s=limit_s):
+        if is_measured(comparison, rows):
+            continue
         console.print(
             f"{comparison.model}, batch {comparison.batch}, "
             f"{comparison.processes} x {comparison.micro_batches} ..."
