@@ -30,9 +30,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 from training import Digits
 
 import elastane
-from elastane import GlobalBatch, LoaderOptions, LocalBatch, Session
+from elastane import GlobalBatch, LoaderOptions, LocalBatch, Session, replay
 from elastane._env import ElasticLaunch, elastic_launch
 from elastane.durability import Checkpointing
+from elastane.elastic import following
 from elastane.elastic.link import connect
 from elastane.elastic.whole import gathered
 from elastane.errors import CommunicationError
@@ -74,6 +75,8 @@ class Options:
         sharded: whether the session shards the model; then each step tells a digest of the state.
         average_decay: of a moving average of the weights that is part of the state.
         optimizer: of two kinds.
+        follows: whether newcomers follow members also where the model is small.
+        clamps: whether weights are changed outside the optimizer, too.
     """
 
     num_steps: float = 1e9
@@ -99,6 +102,8 @@ class Options:
     sharded: bool = False
     average_decay: float | None = None
     optimizer: str = "sgd"
+    follows: bool = False
+    clamps: bool = False
 
 
 class Recorder:
@@ -142,6 +147,7 @@ class Recorder:
                 position=session.position,
                 digest=digest(session, optimizer),
                 statistics=statistics_of(session.model),
+                has_followed=has_followed(session),
             )
 
     def wait_at(self, gate: str, session: Session) -> None:
@@ -157,6 +163,12 @@ class Recorder:
             if self.index == 0:
                 number = int(store.get(f"gate/{gate}"))
                 session._parts.membership._link.wait_newer(number - 1, timeout_s=60)
+
+
+def has_followed(session: Session) -> bool:
+    """Return whether the worker got its state by following a member up to this very step."""
+    membership = session._parts.membership
+    return membership._following.turns == membership._turns
 
 
 def digest(session: Session, optimizer: torch.optim.Optimizer) -> str:
@@ -238,6 +250,8 @@ def run(folder: Path, environment: dict[str, str], options: Options, *, index: i
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
+    if options.follows:
+        following.LEAST_BYTES, replay._PART_BYTES = 0, 1
     recorder = Recorder(folder, launch)
     model = build_model(options, worker=launch.worker)
     if launch.group_size > 1:
@@ -343,6 +357,9 @@ def train(
         num_made = result.step
         if average is not None:
             average.update(result)
+        if options.clamps:
+            with torch.no_grad():
+                next(session.model.parameters()).mul_(0.999)
         recorder.write(
             "step",
             generation=result.generation,

@@ -18,9 +18,54 @@ from elastane.batching import World
 from elastane.gradients import GradientTap
 from elastane.peers import Peers
 
-__all__ = ["Membership", "Trainee", "Wrapping"]
+__all__ = ["Membership", "Replayable", "Trainee", "Wrapping"]
 
 T = TypeVar("T")
+
+
+class Replayable(Protocol):
+    """What a membership asks of a training that another worker is to follow while it goes on.
+
+    See `elastane.replay.Replay`, which is one.
+    """
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it can be followed at all."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parameters."""
+        ...
+
+    def parts(self) -> list[range]:
+        """Return the parts that it is shown in, as numbers of parameters."""
+        ...
+
+    def watch(self, on_step: Callable[[Sequence[float]], None] | None) -> None:
+        """Have each step call this right before it is made."""
+        ...
+
+    def part(self, some: range) -> dict[str, Any]:
+        """Return a copy of a part."""
+        ...
+
+    def take_part(self, tree: Mapping[str, Any]) -> None:
+        """Have another worker's part."""
+        ...
+
+    def step(self, count: int, buffer_factors: Sequence[float]) -> dict[str, Any]:
+        """Return the step at hand, of the first parameters."""
+        ...
+
+    def take_step(self, tree: Mapping[str, Any]) -> None:
+        """Make another worker's step."""
+        ...
+
+    def sums(self, some: range) -> list[int]:
+        """Return numbers that are equal for equal parts."""
+        ...
 
 
 class Trainee(Protocol):
@@ -45,6 +90,18 @@ class Trainee(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from another worker's state."""
+        ...
+
+    def replay(self) -> Replayable:
+        """Return what another worker may follow, or this one of another's."""
+        ...
+
+    def rest_of_state(self) -> dict[str, Any]:
+        """Return `state_dict` without what `replay` shows."""
+        ...
+
+    def completed(self, rest: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the whole state of another worker's rest, with what is here already."""
         ...
 
     def tensors(self) -> Sequence[torch.Tensor]:

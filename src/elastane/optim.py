@@ -194,6 +194,10 @@ class ScaledStep:
         self._schedule.move(progress, multiplier=multiplier)
         return result
 
+    def repeat(self) -> None:
+        """Step the optimizer by the gradients and the numbers that its groups have now."""
+        self._step(None, None)
+
     def _step(self, scaler: GradScaler | None, closure: Callable[[], float] | None) -> Any:
         members, result = members_of(self._optimizer), None
         if self._custom is not None:

@@ -12,6 +12,8 @@ Plain values and their JSON. Knows nothing of torch, processes or decisions.
     beat/<worker>        a worker's beat: where it stands                  its watcher thread
     meeting/<n>          how many members of generation n have arrived     members
     group/<n>/...        addresses of generation n's process group         members
+    streams              queue of newcomers that want to follow a    newcomers
+                         member; streams/...: addresses of the two
     worker ids           number of the last worker id that was given       coordinator
 """
 
@@ -26,6 +28,7 @@ from typing import Any, ClassVar, Self
 __all__ = [
     "INBOX",
     "NOW",
+    "STREAMS",
     "WORKER_IDS",
     "AgentHere",
     "Beat",
@@ -56,6 +59,7 @@ __all__ = [
 NOW = "now"
 INBOX = "inbox"
 WORKER_IDS = "worker ids"
+STREAMS = "streams"
 
 
 def generation_key(number: int) -> str:

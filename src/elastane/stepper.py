@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,6 +132,8 @@ class Stepper:
         self._warned = self._is_stepping = self._had_backward = False
         self._by_layers = self._is_weighted = False
         self._unseen_at: int | None = None
+        self.on_step: Callable[[Sequence[float]], None] | None = None
+        """Called right before the optimizer steps, with the factors on momentum buffers."""
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -324,12 +327,35 @@ class Stepper:
                 progress=progress,
                 worth=decision.progress,
                 scale=self._plan.nominal_samples / self.controller.base_batch_size,
-                prepare=lambda: self._raise_second_moments(measurement, clipped=clipped),
+                prepare=partial(self._prepare, decision, measurement, clipped=clipped),
                 scaler=self._scaling.scaler,
             )
         finally:
             self._is_stepping = False
         self.controller.commit(decision)
+
+    @property
+    def can_be_repeated(self) -> bool:
+        """Whether a step follows from its gradients and the numbers of the optimizer's groups."""
+        return self._scaling.scaler is None and not self._follow.takes_squares
+
+    def repeat(self, buffer_factors: Sequence[float]) -> None:
+        """Make a step that another worker has made: with its gradients, and its groups' numbers.
+
+        Nothing is measured, decided or committed.
+        """
+        scale_momentum(self._optimizer, buffer_factors)
+        self._is_stepping = True
+        try:
+            self._scaled_step.repeat()
+        finally:
+            self._is_stepping = False
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _prepare(self, decision: Decision, measurement: Measurement, *, clipped: float) -> None:
+        self._raise_second_moments(measurement, clipped=clipped)
+        if self.on_step is not None:
+            self.on_step(decision.buffer_factors)
 
     def _preconditioned(self, *, wanted: bool) -> bool:
         """Return whether to measure: not before there is a second moment to precondition by.

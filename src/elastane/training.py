@@ -20,6 +20,7 @@ from elastane.elastic.whole import dealt, dealt_optimizer
 from elastane.feed import Feed
 from elastane.loop import Loop
 from elastane.optimizers import AnyOptimizer
+from elastane.replay import Replay
 from elastane.reporting import Reporter
 from elastane.sharding import is_sharded
 from elastane.state import SessionState
@@ -101,6 +102,32 @@ class Training:
         for name, one in self._stateful.items():
             one.load_state_dict(state["stateful"][name])
 
+    def replay(self) -> Replay:
+        """Return what another worker may follow, or this one of another's."""
+        return Replay(self._model, optimizer=self._optimizer, stepper=self._loop.stepper)
+
+    def rest_of_state(self) -> dict[str, Any]:
+        """Return `state_dict` without parameters and without the optimizer's state of them."""
+        state = self.state_dict()
+        known = dict(self._model.named_parameters())
+        buffers = {name: one for name, one in state["model"].items() if name not in known}
+        groups = [{"param_groups": one["param_groups"]} for one in _states_of(state)]
+        return {**state, "model": buffers, "optimizer": groups}
+
+    def completed(self, rest: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the whole state of another worker's rest, with the parameters that are here."""
+        own = state_of(self._model, self._optimizer)
+        members = [
+            {"state": one["state"], **groups}
+            for one, groups in zip(_states_of(own), rest["optimizer"], strict=True)
+        ]
+        several = isinstance(own["optimizer"], list)
+        return {
+            **rest,
+            "model": {**own["model"], **rest["model"]},
+            "optimizer": members if several else members[0],
+        }
+
     def _dealt(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state as this worker's part of it, if it is not that already."""
         first = cast("DTensor", next(self._model.parameters()))
@@ -165,3 +192,9 @@ class Training:
                 "samples_per_s": last.batch_samples / last.seconds if last.seconds > 0 else None,
             }
         return status
+
+
+def _states_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the state of each optimizer in a state tree."""
+    found = state["optimizer"]
+    return found if isinstance(found, list) else [found]

@@ -19,7 +19,7 @@ from elastane.elastic.cut import own_pieces
 from elastane.elastic.handover import fill
 from elastane.elastic.opening import open_beside, open_group
 from elastane.elastic.sockets import GroupSockets
-from elastane.elastic.standing import TORN, Entry, Standing, TornError, sources
+from elastane.elastic.standing import Entry, Standing, TornError, sources
 from elastane.elastic.team import Team
 from elastane.elastic.transfer import receive_state, send_state
 from elastane.errors import CommunicationError, StateError
@@ -151,7 +151,7 @@ def _resumed(entry: Entry, *, trainee: Trainee) -> Entry:
     Raises:
         StateError: it is torn.
     """
-    if trainee.resume() or entry != TORN:
+    if trainee.resume() or not entry.is_torn:
         return Entry(turns=trainee.step, outcome=None, is_current=False)
     raise StateError(
         "the last worker that held the state died while it was copied to this one, and there is "
@@ -169,21 +169,22 @@ def _gather(
             member differs from its leader.
     """
     identity = trainee.identity()
-    own = [int(entry.is_current), entry.turns, *(digest_of(v) for v in identity.values())]
+    place = [int(entry.is_current), entry.turns, entry.followed]
+    own = [*place, *(digest_of(v) for v in identity.values())]
     row = torch.tensor(own, dtype=torch.int64, device=device)
     rows = [one.tolist() for one in peers.gather(row)]
     values = rows[:: team.size]
-    if any(row[:2] != values[rank // team.size][:2] for rank, row in enumerate(rows)):
+    if any(row[:3] != values[rank // team.size][:3] for rank, row in enumerate(rows)):
         raise StateError(_DIFFERENT_CHECKPOINTS)
     reference = next((one for one in values if one[0]), values[0])
-    differing = [n for n, a, b in zip(identity, own[2:], reference[2:], strict=True) if a != b]
+    differing = [n for n, a, b in zip(identity, own[3:], reference[3:], strict=True) if a != b]
     if differing and not entry.is_current:
         shown = ", ".join(f"{name}={identity[name]!r}" for name in differing)
         raise StateError(
             f"this worker (rank {peers.group.rank()}) differs from the others in what must be the "
             f"same on all, here {shown}: start all of them with the same arguments"
         )
-    return [Standing(is_current=bool(one[0]), turns=one[1]) for one in values]
+    return [Standing(is_current=bool(one[0]), turns=one[1], followed=one[2]) for one in values]
 
 
 def _equalize(
@@ -193,17 +194,22 @@ def _equalize(
     taken, place = sources(standings), peers.group.rank() // team.size
     source = taken[place]
     receivers = [one for one, its_source in enumerate(taken) if its_source == place != one]
-    ranks = [team.size * one + team.index for one in receivers]
-    if ranks:
-        training = trainee.state_dict()
-        training = own_pieces(training) if team.size > 1 else training
-        state = {"training": training, "outcome": entry.outcome}
-        send_state(state, to=ranks, group=peers.group, breaker=peers.breaker)
+    following = [one for one in receivers if _has_followed(standings[one], standings[place])]
+    for some, state_of in (
+        (following, trainee.rest_of_state),
+        ([one for one in receivers if one not in following], trainee.state_dict),
+    ):
+        ranks = [team.size * one + team.index for one in some]
+        if ranks:
+            training = own_pieces(state_of()) if team.size > 1 else state_of()
+            state = {"training": training, "outcome": entry.outcome}
+            send_state(state, to=ranks, group=peers.group, breaker=peers.breaker)
     if source == place:
         return _Arrived(peers=peers, entry=replace(entry, is_current=True, source=source))
     # A member that lags behind keeps its own state until the whole of the other's has come, and
     # a process of a team until it has come to all of them.
-    into = () if entry.is_current or team.size > 1 else trainee.tensors()
+    has_followed = _has_followed(standings[place], standings[source])
+    into = () if entry.is_current or has_followed or team.size > 1 else trainee.tensors()
     sender = team.size * source + team.index
     try:
         state = receive_state(source=sender, group=peers.group, into=into, breaker=peers.breaker)
@@ -212,8 +218,16 @@ def _equalize(
     else:
         turns, outcome = standings[source].turns, state["outcome"]
         reached = Entry(turns=turns, outcome=outcome, is_current=False, source=source)
-        return _Arrived(peers=peers, entry=reached, state=state["training"])
+        training = state["training"]
+        if has_followed:
+            training = trainee.completed(training)
+        return _Arrived(peers=peers, entry=reached, state=training)
     raise TornError(why) if into else CommunicationError(why)
+
+
+def _has_followed(newcomer: Standing, source: Standing) -> bool:
+    """Return whether a newcomer has all of a member's state but the rest."""
+    return not newcomer.is_current and newcomer.followed == source.turns
 
 
 _DIFFERENT_CHECKPOINTS = (

@@ -63,6 +63,7 @@ class Link:
         launch: what the launcher said of this worker.
         beat: returns the present beat for a count; called by the beat's thread.
         on_change: called after each new generation, in the watcher's thread.
+        on_beat: called with a client of the store after each beat, in the beat's thread.
     """
 
     def __init__(
@@ -71,10 +72,12 @@ class Link:
         *,
         beat: Callable[[int], Beat],
         on_change: Callable[[], None],
+        on_beat: Callable[[TCPStore], None] = lambda _: None,
     ) -> None:
         self._launch = launch
         self._beat = beat
         self._on_change = on_change
+        self._on_beat = on_beat
         self._is_silent = launch.group_index > 0
         self._changed = Condition()
         self._history = History()
@@ -233,6 +236,7 @@ class Link:
                 if not self._is_silent:
                     store.set(protocol.beat_key(self._launch.worker), beat.to_json())
                 self._spare = self._spare or connect(self._launch.store)
+                self._on_beat(store)
                 while not self._posted.empty():
                     store.queue_push(protocol.INBOX, self._posted.get().to_json())
             except (OSError, RuntimeError):

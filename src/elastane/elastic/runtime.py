@@ -18,20 +18,22 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from elastane import protocol
+from elastane._compat import TCPStore
 from elastane._env import ElasticLaunch
 from elastane.batching import World
 from elastane.elastic.entry import enter_group
+from elastane.elastic.following import Following
 from elastane.elastic.handover import parts_of
 from elastane.elastic.held import HeldGroup
 from elastane.elastic.leaving import LEFT_BEHIND, ORPHANED, SHARD_LOST, WorkerLeft, leave
-from elastane.elastic.link import Link
+from elastane.elastic.link import Link, connect
 from elastane.elastic.meeting import Arrival, Meetings, Superseded
 from elastane.elastic.signals import on_sigterm
 from elastane.elastic.standing import TORN, Entry, TornError
@@ -70,7 +72,10 @@ class ElasticMembership:
         self._team = team or Team()
         self._group = HeldGroup(wrapping, keeps_default=self._team.size > 1)
         self._launch = launch
-        self._link = Link(launch, beat=self._beat, on_change=self._break_if_broken)
+        self._link = Link(
+            launch, beat=self._beat, on_change=self._break_if_broken, on_beat=self._look_around
+        )
+        self._following = Following(worker=launch.worker, connect=lambda: connect(launch.store))
         self._meetings = Meetings(self._link, worker=launch.worker, team=self._team)
         self._trainee: Trainee | None = None
         self._members: tuple[int, ...] = ()
@@ -121,6 +126,7 @@ class ElasticMembership:
         self.warming = False
         if isinstance(self._group.wrapping, ShardedWrapping):
             self._group.wrapping.rehearse()
+        self._catch_up()
         # What went before does not concern this worker.
         self._tried = self._link.history.newest.number
         self._team.agree(True)
@@ -138,6 +144,7 @@ class ElasticMembership:
             try:
                 self._group.wrapping.refresh()
                 self._group.wrapping.settle()
+                self._following.answer(self._held().replay)
             except CommunicationError:
                 pass
             else:
@@ -158,6 +165,7 @@ class ElasticMembership:
     def finished_step(self, sums: Sequence[float]) -> None:
         """End a turn; members change before the next window if anybody knows of a reason."""
         self._turns += 1
+        self._following.advance()
         self._switch_agreed = self._switch_agreed or sums[0] > 0
 
     def recover(self, why: str) -> bool:  # noqa: ARG002
@@ -201,7 +209,17 @@ class ElasticMembership:
         finally:
             self._paused = before
 
+    def _catch_up(self) -> None:
+        """Follow a member until little is left to be copied, if there is one."""
+        can_follow = self._team.size == 1 and not self._group.wrapping.in_shards
+        if can_follow and self._link.history.newest.members:
+            self._following.catch_up(
+                self._held().replay(), give_up=lambda: not self._link.history.newest.members
+            )
+            self._is_torn = self._following.has_begun
+
     def _forget(self) -> None:
+        self._following.drop()
         gc.unfreeze()
         self._members = ()
         self._group.close()
@@ -315,6 +333,11 @@ class ElasticMembership:
         if not self._team.agree(not self._is_broken()):
             raise Superseded
         worker, trainee = self._launch.worker, self._held()
+        followed = -1
+        if self._is_current:
+            self._following.entering(generation.members, turns=self._turns)
+        else:
+            followed = self._following.finish(is_broken=self._is_broken)
         world = World(
             rank=self._team.size * taking_part.index(worker) + self._team.index,
             world_size=self._team.size * len(taking_part),
@@ -329,7 +352,7 @@ class ElasticMembership:
                     parts=parts,
                 )
                 if not self._is_torn
-                else TORN,
+                else replace(TORN, followed=followed),
                 prefix=f"{protocol.group_prefix(generation.number)}/{self._meetings.number}",
                 world=world,
                 store=lend,
@@ -344,6 +367,8 @@ class ElasticMembership:
         self._turns = self._arrived = entry.turns
         self._outcome, self._is_current, self._is_torn = entry.outcome, True, False
         self._is_entering = False
+        if entry.source != world.rank // self._team.size:
+            self._following.drop()
         trainee.entered(world, cause=generation.cause)
         trainee.settled(trainee.step)
         is_whole = len(taking_part) == len(generation.members)
@@ -434,6 +459,11 @@ class ElasticMembership:
         """Break the group if a member is gone who has not agreed to go."""
         if self._members and self._is_broken():
             self._group.break_up("a member is gone")
+
+    def _look_around(self, store: TCPStore) -> None:
+        """Find out which newcomers want to follow; the first member answers them."""
+        if self._members and self.world.rank == 0 and self._team.size == 1:
+            self._following.look(store)
 
     def _beat(self, count: int) -> Beat:
         if self._leave_asked and not self._leave_told:

@@ -27,6 +27,8 @@ class Entry:
         parts: where each member has a part of the state only: what it, and each of those that
             take their state from it, is to have, by rank. All of them were cut from the group
             before, so that nobody's state is another's.
+        followed: turns behind which a newcomer stands that has followed a member; -1 if it has
+            not: then it needs the whole state.
     """
 
     turns: int
@@ -34,6 +36,12 @@ class Entry:
     is_current: bool
     source: int = 0
     parts: Mapping[int, Any] = field(default_factory=dict[int, Any])
+    followed: int = -1
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether nobody may take this state, its owner included."""
+        return self.turns < 0
 
 
 class TornError(CommunicationError):
@@ -50,6 +58,7 @@ class Standing:
 
     is_current: bool
     turns: int
+    followed: int = -1
 
 
 def sources(standings: Sequence[Standing]) -> list[int]:

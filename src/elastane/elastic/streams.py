@@ -1,0 +1,178 @@
+"""How a newcomer gets the state while the others train: a stream of parts and steps from a member.
+
+Knows messages and threads; what a part or a step is, `elastane.replay` knows, and who comes and
+goes, the runtime.
+
+    member                                                     newcomer
+    a part of the parameters, with their optimizer state  -->  has that part, from now on
+    each step: the gradients of what the newcomer has     -->  makes the step
+    after the last part: sums of the bits of one part     -->  compares; after the last it is ready
+    when both enter a generation: the turns behind it     -->  has all but what is small
+
+    The newcomer takes the state as a whole if anything goes wrong on the way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch.distributed as dist
+
+from elastane._compat import PrefixStore, TCPStore
+from elastane.elastic.transfer import receive_state, send_state
+from elastane.errors import CommunicationError, StateError
+from elastane.group import Replayable
+
+__all__ = ["Giver", "Open", "Taker", "open_pair"]
+
+MOST_WAITING = 64
+"""Messages that may wait for a newcomer before it is given up: it must not eat up the memory."""
+
+_LIMIT = timedelta(seconds=20)
+_FEW = 2
+
+Open = Callable[[], dist.ProcessGroup]
+
+
+def open_pair(store: TCPStore, *, prefix: str, rank: int) -> dist.ProcessGroup:
+    """Open a group of a member (rank 0) and a newcomer (rank 1), beside all others."""
+    keys = PrefixStore(prefix, store)
+    keys.set_timeout(_LIMIT)
+    group: Any = dist.ProcessGroupGloo(keys, rank, 2, _LIMIT)
+    return group
+
+
+class Giver:
+    """A member's end of a stream.
+
+    Args:
+        replay: of the training.
+        newcomer: id of the worker that is to have it.
+        connect: opens the group of the two; called in the stream's thread.
+    """
+
+    def __init__(self, replay: Replayable, *, newcomer: int, connect: Open) -> None:
+        self.newcomer = newcomer
+        self._replay = replay
+        self._connect = connect
+        self._parts = replay.parts()
+        self._next = 0
+        self._count = 0
+        self._waiting: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._connected, self._over = threading.Event(), threading.Event()
+        threading.Thread(target=self._work, name="elastane stream", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is sent."""
+        return self._over.is_set()
+
+    def step(self, buffer_factors: Sequence[float]) -> None:
+        """Show the step that is about to be made."""
+        if self._count and not self.is_over:
+            self._put({"kind": "step", **self._replay.step(self._count, buffer_factors)})
+
+    def advance(self) -> None:
+        """Show the next part, or sums of one, between two steps."""
+        if not self._connected.is_set() or self.is_over:
+            return
+        part = self._parts[self._next % len(self._parts)]
+        if self._next < len(self._parts):
+            self._put({"kind": "part", **self._replay.part(part)})
+            self._count = part.stop
+        else:
+            sums = self._replay.sums(part)
+            is_last = self._next >= 2 * len(self._parts) - 1
+            numbers = [part.start, part.stop]
+            self._put({"kind": "sums", "numbers": numbers, "sums": sums, "is_last": is_last})
+        self._next += 1
+
+    def end(self, turns: int) -> None:
+        """Say that the newcomer stands where this member does, behind so many turns."""
+        self._put({"kind": "end", "turns": turns})
+        self._waiting.put(None)
+
+    def drop(self) -> None:
+        """Send nothing more."""
+        self._over.set()
+        self._waiting.put(None)
+
+    def _put(self, message: dict[str, Any]) -> None:
+        if self._waiting.qsize() > MOST_WAITING:
+            self.drop()
+        else:
+            self._waiting.put(message)
+
+    def _work(self) -> None:
+        try:
+            group = self._connect()
+            self._connected.set()
+            while (message := self._waiting.get()) is not None and not self.is_over:
+                message["waiting"] = self._waiting.qsize()
+                send_state(message, to=1, group=group)
+        except (CommunicationError, OSError, RuntimeError):
+            pass  # the newcomer is gone, or takes the state as a whole
+        finally:
+            self._over.set()
+
+
+class Taker:
+    """A newcomer's end of a stream.
+
+    Args:
+        replay: of the training that follows.
+        connect: opens the group of the two; called in the stream's thread.
+    """
+
+    def __init__(self, replay: Replayable, *, connect: Open) -> None:
+        self._replay = replay
+        self._connect = connect
+        self._ready, self._over = threading.Event(), threading.Event()
+        self.has_begun = False
+        self.turns = -1
+        self.failure: str | None = None
+        threading.Thread(target=self._work, name="elastane stream", daemon=True).start()
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Wait until all is there but what comes from now on, or the stream is over."""
+        return self._ready.wait(timeout_s)
+
+    def wait_over(self, timeout_s: float | None = None) -> bool:
+        """Wait until the stream is over: `turns` and `failure` say how it ended."""
+        return self._over.wait(timeout_s)
+
+    def _work(self) -> None:
+        try:
+            group = self._connect()
+            while self.turns < 0:
+                self._take(receive_state(source=0, group=group))
+        except Exception as error:  # whatever it is, the state comes as a whole
+            self.failure = str(error)
+        finally:
+            self._ready.set()
+            self._over.set()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        self.has_begun = True
+        if message["kind"] == "part":
+            self._replay.take_part(message)
+        elif message["kind"] == "step":
+            self._replay.take_step(message)
+        elif message["kind"] == "sums":
+            self._compare(message)
+        else:
+            self.turns = message["turns"]
+
+    def _compare(self, message: dict[str, Any]) -> None:
+        start, stop = message["numbers"]
+        if self._replay.sums(range(start, stop)) != message["sums"]:
+            raise StateError(
+                f"parameters {start} to {stop - 1} differ from those of the worker that is "
+                "followed: something other than the optimizer's step changes them"
+            )
+        if message["is_last"] and message["waiting"] <= _FEW:
+            self._ready.set()

@@ -1,0 +1,173 @@
+"""A training part by part and step by step: shown by a worker, and followed by one that comes.
+
+Knows parameters, the optimizer's state and steps; nothing of how parts travel or who takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastane.optimizers import AnyOptimizer, members_of
+from elastane.schedule import set_lr
+from elastane.stepper import Stepper
+from elastane.zero import is_zero
+
+__all__ = ["Replay"]
+
+_PART_BYTES = 16 << 20
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Tree = dict[str, Any]
+
+
+class Replay:
+    """Shows parameters with their optimizer state, and steps; or takes up those of another worker.
+
+    A follower that has the first parameters makes their steps with the gradients it is shown, and
+    so has the same weights and moments, to the bit, as replicas of one training have. Whatever
+    changes weights in another way is found out by `sums`.
+
+    Args:
+        model: bare module; its parameters are numbered in its own order.
+        optimizer: of them, one or several.
+        stepper: makes the steps.
+    """
+
+    def __init__(self, model: nn.Module, *, optimizer: AnyOptimizer, stepper: Stepper) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._stepper = stepper
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a step follows from its gradients and the numbers of the optimizer's groups."""
+        on_host = all(p.device.type == "cpu" for p in self._model.parameters())
+        zero = any(is_zero(one) for one in members_of(self._optimizer))
+        return on_host and not zero and self._stepper.can_be_repeated
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parameters alone."""
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def parts(self) -> list[range]:
+        """Return parts of the parameters' numbers, of some 16 MB each, or one larger parameter."""
+        found: list[range] = []
+        begin = size = 0
+        for number, parameter in enumerate(self._model.parameters()):
+            if size and size + parameter.nbytes > _PART_BYTES:
+                found.append(range(begin, number))
+                begin, size = number, 0
+            size += parameter.nbytes
+        return [*found, range(begin, len(list(self._model.parameters())))]
+
+    def watch(self, on_step: Callable[[Sequence[float]], None] | None) -> None:
+        """Have each step call this right before it is made, with its momentum factors."""
+        self._stepper.on_step = on_step
+
+    def part(self, some: range) -> Tree:
+        """Return a copy of some parameters and of the optimizer's state of them."""
+        parameters = list(self._model.parameters())[some.start : some.stop]
+        states = self._states()
+        return {
+            "numbers": [some.start, some.stop],
+            "parameters": [parameter.detach().clone() for parameter in parameters],
+            "states": [_copied(states.get(parameter, {})) for parameter in parameters],
+        }
+
+    def take_part(self, tree: Mapping[str, Any]) -> None:
+        """Have another worker's `part`."""
+        start, stop = tree["numbers"]
+        parameters = list(self._model.parameters())[start:stop]
+        pairs = zip(parameters, tree["parameters"], tree["states"], strict=True)
+        owners = self._owners()
+        for parameter, values, state in pairs:
+            with torch.no_grad():
+                parameter.copy_(values)
+            if state:
+                laid_out = {name: _like(parameter, value) for name, value in state.items()}
+                owners[parameter].state[parameter] = laid_out
+
+    def step(self, count: int, buffer_factors: Sequence[float]) -> Tree:
+        """Return the step at hand, of the first parameters: gradients and the groups' numbers."""
+        gradients = [p.grad for p in list(self._model.parameters())[:count]]
+        return {
+            "count": count,
+            "with_gradient": [n for n, one in enumerate(gradients) if one is not None],
+            "gradients": [one.clone() for one in gradients if one is not None],
+            "groups": [_numbers(group) for group in self._optimizer.param_groups],
+            "buffer_factors": list(buffer_factors),
+        }
+
+    def take_step(self, tree: Mapping[str, Any]) -> None:
+        """Make another worker's `step` with the parameters that are here already."""
+        parameters = list(self._model.parameters())
+        for parameter in parameters:
+            parameter.grad = None
+        for number, gradient in zip(tree["with_gradient"], tree["gradients"], strict=True):
+            parameters[number].grad = _like(parameters[number], gradient)
+        for group, numbers in zip(self._optimizer.param_groups, tree["groups"], strict=True):
+            _set_numbers(group, numbers)
+        self._stepper.repeat(tree["buffer_factors"])
+
+    def sums(self, some: range) -> list[int]:
+        """Return sums of the bits of some parameters and of their state: equal if these are."""
+        states = self._states()
+        found: list[int] = []
+        for parameter in list(self._model.parameters())[some.start : some.stop]:
+            own = states.get(parameter, {})
+            tensors = [parameter, *(own[name] for name in sorted(own))]
+            found += [_sum_of_bits(one) for one in tensors if isinstance(one, Tensor)]
+        return found
+
+    def _owners(self) -> dict[Tensor, torch.optim.Optimizer]:
+        return {
+            parameter: one
+            for one in members_of(self._optimizer)
+            for group in one.param_groups
+            for parameter in group["params"]
+        }
+
+    def _states(self) -> dict[Tensor, Mapping[str, Any]]:
+        owners = self._owners().items()
+        return {
+            parameter: one.state[parameter] for parameter, one in owners if parameter in one.state
+        }
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: v.clone() if isinstance(v, Tensor) else v for name, v in state.items()}
+
+
+def _like(parameter: Tensor, value: Any) -> Any:
+    """Return a tensor of a parameter's shape laid out as the parameter is; else what it is."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _set_numbers(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
+    for name, value in numbers.items():
+        if name == "lr":
+            set_lr(group, value)
+        else:
+            group[name] = value
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
+    return int(words.sum(dtype=torch.int64))
