@@ -237,6 +237,17 @@ def test_a_newcomer_whose_member_is_gone_is_ready_for_the_whole_state():
     assert (taker.turns, taker.failure, taker.has_begun) == (-1, "nobody is there", False)
 
 
+def test_a_newcomer_that_has_given_up_is_left_alone(connect):
+    ours, theirs = Tape(3.0), Tape(0.0)
+    first, second = connect()
+    giver = Giver(ours, newcomer=7, connect=first)
+    taker = Taker(theirs, connect=second)
+    taker.give_up()
+    while not taker.wait_over(0.01):
+        advance(ours, giver)
+    assert (taker.has_begun, taker.turns, float(theirs.value)) == (False, -1, 0.0)
+
+
 # Jobs -------------------------------------------------------------------------------------------
 
 

@@ -63,6 +63,7 @@ class Following:
         while not self._taker.wait_ready(_LOOK_S):
             is_late = not self._taker.has_begun and time.monotonic() - asked > _ANSWER_LIMIT_S
             if is_late or give_up():
+                self._taker.give_up()
                 return
 
     @property
@@ -89,6 +90,7 @@ class Following:
             return -1
         while not taker.wait_over(_LOOK_S):
             if is_broken():
+                taker.give_up()
                 return -1
         return taker.turns
 
@@ -97,7 +99,7 @@ class Following:
     def look(self, store: TCPStore) -> None:
         """Find out who asks. Called now and then by another thread, of one member only."""
         while store.queue_len(protocol.STREAMS):
-            self._asked.put(json.loads(store.queue_pop(protocol.STREAMS)))
+            self._asked.put(json.loads(store.queue_pop(protocol.STREAMS, False)))
 
     def answer(self, replay: Callable[[], Replayable]) -> None:
         """Begin to show the training to those who asked; between two steps."""
@@ -122,6 +124,8 @@ class Following:
 
     def drop(self) -> None:
         """Show nothing any longer: this worker's state is no longer the one that was shown."""
+        if self._taker is not None:
+            self._taker.give_up()
         for giver in self._givers:
             giver.drop()
         self._forget_those_that_are_over()

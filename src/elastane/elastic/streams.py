@@ -132,6 +132,7 @@ class Taker:
         self._replay = replay
         self._connect = connect
         self._ready, self._over = threading.Event(), threading.Event()
+        self._lock, self._given_up = threading.Lock(), False
         self.has_begun = False
         self.turns = -1
         self.failure: str | None = None
@@ -145,11 +146,20 @@ class Taker:
         """Wait until the stream is over: `turns` and `failure` say how it ended."""
         return self._over.wait(timeout_s)
 
+    def give_up(self) -> None:
+        """Leave the training alone from now on."""
+        with self._lock:
+            self._given_up = True
+
     def _work(self) -> None:
         try:
             group = self._connect()
             while self.turns < 0:
-                self._take(receive_state(source=0, group=group))
+                message = receive_state(source=0, group=group)
+                with self._lock:
+                    if self._given_up:
+                        raise CommunicationError("this worker takes the state as a whole")
+                    self._take(message)
         except Exception as error:  # whatever it is, the state comes as a whole
             self.failure = str(error)
         finally:
