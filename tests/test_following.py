@@ -330,7 +330,7 @@ def test_a_newcomer_that_stands_still_on_the_way_holds_nobody_up(supervisor):
     supervisor.wait_ready(3)
     pid = supervisor.processes[3].pid
     os.kill(pid, signal.SIGSTOP)
-    supervisor.let_train(1, 2, steps=200)
+    supervisor.let_train(1, 2, steps=60)
     os.kill(pid, signal.SIGCONT)
     supervisor.change(1, 2, 3)
     supervisor.let_train(1, 3)
