@@ -180,7 +180,7 @@ def test_a_custom_step_that_others_call_is_refused_as_the_optimizers_own_is() ->
     with session, pytest.raises(UsageError, match=r"call session\.step"):
         for images, labels, _ in session:
             session.backward(F.cross_entropy(session.model(images), labels))
-            session._loop.stepper._scaled_step._custom()
+            session._loop.stepper.maker._scaled_step._custom()
 
 
 @backends

@@ -154,7 +154,7 @@ def _time_parts(session: Session, recorder: Recorder) -> None:
     """Have the parts of a session that is not open yet timed."""
     parts, wrap = session._parts, recorder.wrap
     loop, feed, stepper = parts.loop, parts.feed, parts.stepper
-    tap, scaled_step, layers = stepper.tap, stepper._scaled_step, stepper._layers
+    maker, tap, layers = stepper.maker, stepper.tap, stepper._layers
     read, scaled = feed._loader.read, stepper._scaling.scaled
     feed._loader.read = lambda ranges: recorder.timed_iterator(LOADING, read(ranges))
     stepper._scaling.scaled = lambda loss: _TimedLoss(scaled(loss), recorder)  # pyright: ignore
@@ -165,7 +165,8 @@ def _time_parts(session: Session, recorder: Recorder) -> None:
     wrap(stepper, "taking the loss", "backward")
     wrap(tap, "putting gradients together", "_keep", "_gradients", "_merge_own")
     wrap(tap, "putting gradients together", "_reduce_bucket", "_add_set_aside")
-    wrap(tap, "norms of gradients", "_count_local", "_grouped_sqr_norms", "_sqr_norms")
+    wrap(tap, "norms of gradients", "_count_local")
+    wrap(tap._norms, "norms of gradients", "local", "mean", "local_of", "mean_of")
     wrap(tap, "norms of gradients", "_measure_mean")
     wrap(tap, "reduction of gradients: launch", "_all_reduce", whole=True)
     wrap(tap, "small reduction: build", "_launch_small", "_vector")
@@ -175,9 +176,10 @@ def _time_parts(session: Session, recorder: Recorder) -> None:
     wrap(loop, "membership", "_extras")
     wrap(parts.membership, "membership", "finished_step")
     wrap(stepper.controller, "decision", "decide")
-    wrap(scaled_step, "scaled learning rate", "step")
-    wrap(scaled_step, OPTIMIZER, "_step", whole=True)
-    wrap(stepper._schedule, SCHEDULE, "check_untouched", "multiplier_at", "move")
+    wrap(maker, "scaled learning rate", "make")
+    wrap(maker._scaled_step, "scaled learning rate", "step")
+    wrap(maker._scaled_step, OPTIMIZER, "_step", whole=True)
+    wrap(maker._schedule, SCHEDULE, "check_untouched", "multiplier_at", "move")
     wrap(stepper.controller, "commit", "commit")
     wrap(stepper, DROPPING, "discard")
     wrap(parts.reporter, "result", "step")

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastane.making import StepMaker
 from elastane.optimizers import AnyOptimizer, members_of
 from elastane.schedule import set_lr
-from elastane.stepper import Stepper
 from elastane.zero import is_zero
 
 __all__ = ["Replay"]
@@ -34,20 +34,20 @@ class Replay:
     Args:
         model: bare module; its parameters are numbered in its own order.
         optimizer: of them, one or several.
-        stepper: makes the steps.
+        maker: makes the steps.
     """
 
-    def __init__(self, model: nn.Module, *, optimizer: AnyOptimizer, stepper: Stepper) -> None:
+    def __init__(self, model: nn.Module, *, optimizer: AnyOptimizer, maker: StepMaker) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._stepper = stepper
+        self._maker = maker
 
     @property
     def is_possible(self) -> bool:
         """Whether a step follows from its gradients and the numbers of the optimizer's groups."""
         on_host = all(p.device.type == "cpu" for p in self._model.parameters())
         zero = any(is_zero(one) for one in members_of(self._optimizer))
-        return on_host and not zero and self._stepper.can_be_repeated
+        return on_host and not zero and self._maker.can_be_repeated
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +67,7 @@ class Replay:
 
     def watch(self, on_step: Callable[[Sequence[float]], None] | None) -> None:
         """Have each step call this right before it is made, with its momentum factors."""
-        self._stepper.on_step = on_step
+        self._maker.on_step = on_step
 
     def part(self, some: range) -> Tree:
         """Return a copy of some parameters and of the optimizer's state of them."""
@@ -112,7 +112,7 @@ class Replay:
             parameters[number].grad = _like(parameters[number], gradient)
         for group, numbers in zip(self._optimizer.param_groups, tree["groups"], strict=True):
             _set_numbers(group, numbers)
-        self._stepper.repeat(tree["buffer_factors"])
+        self._maker.repeat(tree["buffer_factors"])
 
     def sums(self, some: range) -> list[int]:
         """Return sums of the bits of some parameters and of their state: equal if these are."""

@@ -1,6 +1,6 @@
-"""One optimizer step from its micro-batches: measure, decide, clip, step, commit.
+"""One optimizer step from its micro-batches: measure, decide, step, commit.
 
-Joins gradient tap, controller and scaled step; knows nothing of data, models or workers.
+Joins gradient tap, controller and step maker; knows nothing of data, models or workers.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from elastane.adaptive import preconditioners, raise_second_moments
 from elastane.arguments import (
     check_loss,
     check_optimizer,
@@ -25,23 +23,18 @@ from elastane.arguments import (
     parameter_groups,
 )
 from elastane.controller import Decision, StepController
-from elastane.errors import CommunicationError, UsageError, check_choice, check_positive
+from elastane.errors import CommunicationError, UsageError, check_choice
 from elastane.follow import Follow
 from elastane.grad_scaling import GradScaling
 from elastane.gradients import GradientTap
 from elastane.jointly import weighted_joint_norms
 from elastane.layers import LayerNorms
+from elastane.making import StepMaker
 from elastane.measurement import Measurement
-from elastane.optim import (
-    ScaledStep,
-    clip_coefficient,
-    clip_gradients,
-    momentum_of,
-    scale_momentum,
-)
-from elastane.optimizers import AnyOptimizer, members_of
+from elastane.optim import momentum_of
+from elastane.optimizers import AnyOptimizer
 from elastane.planning import StepPlan
-from elastane.schedule import AnySchedule, Schedule
+from elastane.schedule import AnySchedule
 from elastane.sharded import ShardedTap
 from elastane.step_sums import Extra, known
 
@@ -99,16 +92,20 @@ class Stepper:
         follow: Follow = Follow(),
         sharded: bool = False,
     ) -> None:
-        if max_norm is not None:
-            check_positive("max_norm", max_norm, way_out="None does not clip.")
         self._optimizer = optimizer
         self._model = model
         self.controller = controller
-        self._schedule = Schedule(schedule, optimizer=optimizer, num_steps=controller.num_steps)
-        self._scaled_step = ScaledStep(optimizer, self._schedule, custom=step, follow=follow)
-        self._follow = follow
+        self.maker = StepMaker(
+            optimizer,
+            schedule=schedule,
+            num_steps=controller.num_steps,
+            step=step,
+            scaler=scaler,
+            max_norm=max_norm,
+            follow=follow,
+            base_batch_size=controller.base_batch_size,
+        )
         self._scaling = GradScaling(scaler, optimizer)
-        self._max_norm = max_norm
         self._per = per
         self._extras: Callable[[], Sequence[Extra]] = tuple
         self._arrived: Callable[[], None] = lambda: None
@@ -129,11 +126,9 @@ class Stepper:
         )
         self._losses: list[Extra] = []
         self._loss_weight = 0.0
-        self._warned = self._is_stepping = self._had_backward = False
+        self._warned = self._had_backward = False
         self._by_layers = self._is_weighted = False
         self._unseen_at: int | None = None
-        self.on_step: Callable[[Sequence[float]], None] | None = None
-        """Called right before the optimizer steps, with the factors on momentum buffers."""
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -142,8 +137,7 @@ class Stepper:
         For as long, joint batch statistics are weighted as the micro-batches are.
         """
         with ExitStack() as stack:
-            for one in members_of(self._optimizer):
-                stack.callback(one.register_step_pre_hook(self._refuse_foreign_step).remove)
+            stack.enter_context(self.maker.guarded())
             stack.enter_context(self._layers.watching())
             stack.enter_context(weighted_joint_norms(self._model, share=self._share))
             yield
@@ -155,14 +149,6 @@ class Stepper:
         if self._is_weighted:
             return 1.0
         return self._weight * len(self._plan.micro_batches) / self._plan.batch_samples
-
-    def _refuse_foreign_step(self, *_: object) -> None:
-        if not self._is_stepping:
-            raise UsageError(
-                "optimizer.step() was called inside the session: call session.step() alone, it "
-                "steps the optimizer, or all of several (through the scaler, if there is one), and "
-                "the schedule; for optimizers that take turns build a session for each"
-            )
 
     def learning_rates(self) -> tuple[float, ...]:
         """Return the groups' scheduled learning rates."""
@@ -182,7 +168,7 @@ class Stepper:
             extras: called when the step is reduced; its values are summed over the ranks.
             arrived: called when this rank has done its part of that.
         """
-        self._schedule.check_untouched()
+        self.maker.check_untouched()
         if self._count() != self._num_parameters:
             check_optimizer(self._optimizer, self._model)
             self.discard()
@@ -275,7 +261,15 @@ class Stepper:
         self._scaling.unscale()
         lr = float(self._optimizer.param_groups[0]["lr"]) * decision.factors[0]
         if measurement.finite:
-            self._step(decision, measurement)
+            self.maker.make(
+                decision,
+                measurement,
+                progress=self.controller.progress,
+                nominal_samples=self._plan.nominal_samples,
+                scale_of_gradients=self._scale_of_gradients,
+                sqr_sums=self._sqr_sums,
+            )
+            self.controller.commit(decision)
         self._scaling.update(finite=measurement.finite)
         self.discard()
         return Outcome(
@@ -296,66 +290,17 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of schedule, scaler and what follows the batch."""
-        return {
-            "schedule": self._schedule.state_dict(),
-            "followed": self._scaled_step.follower.state_dict(),
-            **self._scaling.state_dict(),
-        }
+        return {**self.maker.state_dict(), **self._scaling.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the state of these, at the controller's progress."""
-        self._schedule.load_state_dict(state["schedule"], progress=self.controller.progress)
-        self._scaled_step.follower.load_state_dict(state["followed"])
+        self.maker.load_state_dict(state, progress=self.controller.progress)
         self._scaling.load_state_dict(state)
 
     def _settle(self, *, in_backward: bool) -> Measurement:
         scale = self._scaling.scale_at(self.tap, in_backward=in_backward)
         self._scale_of_gradients = scale
         return self.tap.settle(loss_scale=scale)
-
-    def _step(self, decision: Decision, measurement: Measurement) -> None:
-        clipped = 1.0
-        if self._max_norm is not None:
-            clipped = clip_coefficient(max_norm=self._max_norm, grad_norm=measurement.grad_norm)
-            clip_gradients(self._optimizer, coefficient=clipped)
-        scale_momentum(self._optimizer, decision.buffer_factors)
-        progress = self.controller.progress + decision.progress
-        self._is_stepping = True
-        try:
-            self._scaled_step.step(
-                decision.factors,
-                progress=progress,
-                worth=decision.progress,
-                scale=self._plan.nominal_samples / self.controller.base_batch_size,
-                prepare=partial(self._prepare, decision, measurement, clipped=clipped),
-                scaler=self._scaling.scaler,
-            )
-        finally:
-            self._is_stepping = False
-        self.controller.commit(decision)
-
-    @property
-    def can_be_repeated(self) -> bool:
-        """Whether a step follows from its gradients and the numbers of the optimizer's groups."""
-        return self._scaling.scaler is None and not self._follow.takes_squares
-
-    def repeat(self, buffer_factors: Sequence[float]) -> None:
-        """Make a step that another worker has made: with its gradients, and its groups' numbers.
-
-        Nothing is measured, decided or committed.
-        """
-        scale_momentum(self._optimizer, buffer_factors)
-        self._is_stepping = True
-        try:
-            self._scaled_step.repeat()
-        finally:
-            self._is_stepping = False
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def _prepare(self, decision: Decision, measurement: Measurement, *, clipped: float) -> None:
-        self._raise_second_moments(measurement, clipped=clipped)
-        if self.on_step is not None:
-            self.on_step(decision.buffer_factors)
 
     def _preconditioned(self, *, wanted: bool) -> bool:
         """Return whether to measure: not before there is a second moment to precondition by.
@@ -364,8 +309,7 @@ class Stepper:
             UsageError: there still is none, though the optimizer has stepped.
         """
         assert isinstance(self.tap, GradientTap)
-        weights = self._scaled_step.follower.second_weights()
-        factors = preconditioners(self._optimizer, weights=weights) if wanted else {}
+        factors = self.maker.preconditioners() if wanted else {}
         self.tap.precondition(factors)
         step = self.controller.step
         if wanted and not factors and self._unseen_at not in (None, step):
@@ -374,20 +318,9 @@ class Stepper:
             self._unseen_at = None if factors else step
         return bool(factors)
 
-    def _raise_second_moments(self, measurement: Measurement, *, clipped: float) -> None:
-        """Let the step average the squares of base batches, if that was asked for."""
-        if not self._follow.takes_squares or measurement.num_gradients < 2:
-            return
+    def _sqr_sums(self) -> Mapping[int, Tensor]:
         assert isinstance(self.tap, GradientTap)
-        share = measurement.batch_samples / measurement.weight
-        raise_second_moments(
-            self._optimizer,
-            self.tap.square_sums(),
-            factor=share * (clipped / self._scale_of_gradients) ** 2,
-            batch_samples=measurement.batch_samples,
-            num_gradients=measurement.num_gradients,
-            base_batch_size=self.controller.base_batch_size,
-        )
+        return self.tap.square_sums()
 
     def _warn_if_blind(self, measurement: Measurement, decision: Decision) -> None:
         """Warn once if the rule wants a gain that this way of batching can't measure."""

@@ -104,7 +104,7 @@ class Training:
 
     def replay(self) -> Replay:
         """Return what another worker may follow, or this one of another's."""
-        return Replay(self._model, optimizer=self._optimizer, stepper=self._loop.stepper)
+        return Replay(self._model, optimizer=self._optimizer, maker=self._loop.stepper.maker)
 
     def rest_of_state(self) -> dict[str, Any]:
         """Return `state_dict` without parameters and without the optimizer's state of them."""
