@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from benchmarks.fixed.recorder import Recorder
 from elastane import LocalBatch, Session
 from elastane._compat import no_buffer_sync
+from elastane.gradients import GradientTap
 
 __all__ = ["AUTOGRAD", "FORWARD", "Setting", "plain_step", "session_step"]
 
@@ -155,6 +156,7 @@ def _time_parts(session: Session, recorder: Recorder) -> None:
     parts, wrap = session._parts, recorder.wrap
     loop, feed, stepper = parts.loop, parts.feed, parts.stepper
     maker, tap, layers = stepper.maker, stepper.tap, stepper._layers
+    assert isinstance(tap, GradientTap)
     read, scaled = feed._loader.read, stepper._scaling.scaled
     feed._loader.read = lambda ranges: recorder.timed_iterator(LOADING, read(ranges))
     stepper._scaling.scaled = lambda loss: _TimedLoss(scaled(loss), recorder)  # pyright: ignore
