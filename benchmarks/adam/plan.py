@@ -24,11 +24,12 @@ CHANGES: Mapping[str, tuple[Change, ...]] = {
 }
 CHANGED = ("sqrt", "adamscale", "adascale, base squares")
 TRIED: Mapping[int, Sequence[float]] = {
-    1: (0.25, 0.5, 1.0, 2.0, 4.0),
-    4: (1.0, 2.0, 4.0, 8.0),
-    16: (1.0, 2.0, 4.0, 8.0),
+    1: (0.5, 1.0, 2.0),
+    4: (2.0, 4.0, 8.0),
+    16: (2.0, 4.0, 8.0),
 }
 """Factors on the base learning rate that the search tries at each scale."""
+_LONGER_TRIED = (1.0, 2.0, 4.0)
 SPIKES: Mapping[str, tuple[Change, ...]] = {
     "1-16": ((0.0, 1), (0.5, 16)),
     "16-1": ((0.0, 16), (0.5, 1)),
@@ -105,7 +106,7 @@ def _cells(*, quick: bool) -> Iterator[Cell]:
             yield Cell(rule="adamscale", scale=changes, moments=moments)
     if quick:
         return
-    for factor in TRIED[_LONGER]:
+    for factor in _LONGER_TRIED:
         yield Cell(rule=FOUND_LONGER, scale=_LONGER, lr_factor=factor)
     for changes in CHANGES:
         for rule in CHANGED:

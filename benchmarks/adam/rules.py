@@ -62,23 +62,15 @@ RULES: Mapping[str, Way] = {
     "sqrt, decay": Way(rule=Sqrt(), follow=Follow(weight_decay=True)),
     "sqrt, second beta": Way(rule=Sqrt(), follow=Follow(betas="second")),
     "sqrt, both betas, eps": Way(rule=Sqrt(), follow=_SDE),
-    "adamscale, plain gain": Way(rule=AdamScale(), measure=True),
-    "adamscale": Way(rule=AdamScale(), measure=True, precondition=True),
-    "adamscale, decay": Way(
-        rule=AdamScale(), follow=Follow(weight_decay=True), measure=True, precondition=True
-    ),
-    "adamscale, second beta": Way(
-        rule=AdamScale(), follow=Follow(betas="second"), measure=True, precondition=True
-    ),
     "linear, base squares, both betas": Way(
         rule=Linear(), follow=Follow(betas="both", second_moment="base")
     ),
-    "adascale, base squares": Way(rule=AdaScale(), follow=_BASE, measure=True, precondition=True),
-    "adascale, base squares, both betas": Way(
-        rule=AdaScale(),
-        follow=Follow(betas="both", second_moment="base"),
-        measure=True,
-        precondition=True,
+    "adamscale": Way(rule=AdamScale(), measure=True),
+    "adamscale, decay": Way(rule=AdamScale(), follow=Follow(weight_decay=True), measure=True),
+    "adamscale, preconditioned": Way(rule=AdamScale(), measure=True, precondition=True),
+    "adascale, base squares": Way(rule=AdaScale(), follow=_BASE, measure=True),
+    "adascale, base squares, preconditioned": Way(
+        rule=AdaScale(), follow=_BASE, measure=True, precondition=True
     ),
 }
 """All but those that are found by search."""

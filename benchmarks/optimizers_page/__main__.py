@@ -81,8 +81,8 @@ def _adam(found: Row) -> str:
         "are emulated by as many micro-batches. Lower is better. Rules have the base batch's "
         "numbers; `found by search` is the best of some learning rates at that scale with as many "
         "samples, or with as many steps as `adamscale` took, as the mean over the same seeds: the "
-        "line to reach without a search. `adamscale` is that with the gain as AdamW sees the "
-        "gradients.",
+        "line to reach without a search. `preconditioned` has the gain as AdamW sees the "
+        "gradients, the others that of the gradients themselves.",
         "![the study](_static/optimizers-adam.png)",
         table(head, lines),
         f"At the base batch other learning rates gave {searches}.",
