@@ -325,6 +325,8 @@ class ElasticMembership:
 
     def _enter(self, generation: Generation, *, evaluating: bool) -> bool:
         """Enter a generation; return whether all its members take part, newcomers too."""
+        if self._is_current:
+            self._following.entering(generation.members, turns=self._turns)
         if self._holds_shard:
             taking_part, parts = self._part(generation)
         else:
@@ -334,9 +336,7 @@ class ElasticMembership:
             raise Superseded
         worker, trainee = self._launch.worker, self._held()
         followed = -1
-        if self._is_current:
-            self._following.entering(generation.members, turns=self._turns)
-        else:
+        if not self._is_current:
             followed = self._following.finish(is_broken=self._is_broken)
         world = World(
             rank=self._team.size * taking_part.index(worker) + self._team.index,
