@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -11,10 +13,19 @@ __all__ = [
     "Launch",
     "elastic_launch",
     "gloo_interface",
+    "hidden_launch",
     "launch",
+    "local_rank",
     "runtime_dir",
     "worker_defaults",
 ]
+
+
+_PLACES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
+)
+"""By which other libraries know that a launcher started this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +42,25 @@ def launch() -> Launch | None:
     if rank is None or world_size is None or "MASTER_ADDR" not in os.environ:
         return None
     return Launch(rank=int(rank), world_size=int(world_size))
+
+
+def local_rank() -> int | None:
+    """Return this process's place on its machine, or `None` under plain python."""
+    place = os.environ.get("LOCAL_RANK")
+    return None if place is None else int(place)
+
+
+@contextmanager
+def hidden_launch() -> Iterator[None]:
+    """Hide for the length of a block that a launcher started this process.
+
+    For libraries that would open a process group of their own as soon as they find one.
+    """
+    hidden = {name: os.environ.pop(name) for name in _PLACES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

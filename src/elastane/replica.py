@@ -269,6 +269,10 @@ class Replica(nn.Module):
             on_failure(str(error))
             return output
 
+    def _get_name(self) -> str:
+        """Return the inner module's name, by which other libraries know kinds of models."""
+        return self.__dict__["inner"]._get_name()
+
     def __repr__(self) -> str:
         return f"Replica({self.__dict__['inner']!r})"
 

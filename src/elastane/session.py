@@ -134,6 +134,11 @@ class Session:
         return self.position // self._parts.feed.num_samples
 
     @property
+    def done(self) -> bool:
+        """Whether the run is over: its last base step was made, or all agreed to stop."""
+        return self._loop.done
+
+    @property
     def weight(self) -> int:
         """Samples of the present micro-batch that count; 0 where this worker has none."""
         return self._loop.weight

@@ -1,0 +1,1 @@
+"""Elastane inside the training loops of other frameworks; each needs that framework."""
