@@ -50,7 +50,7 @@ def build_model() -> GPT2LMHeadModel:
         eos_token_id=0,
     )
     model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # GPT-2's class name doesn't tell, and tokens would be miscounted
+    model.loss_type = "ForCausalLM"  # which transformers can't tell from GPT-2's class name
     return model
 
 

@@ -105,7 +105,7 @@ class ElasticTrainer(Trainer):
         self._stack = ExitStack()
         self._micro_batches: Iterator[Any] = iter(())
         self._ahead: Any = None
-        self._num_steps = 0
+        self._num_steps = self._first_position = 0
         self._flos = 0.0
         self._seen_samples = self._seen_flos = 0.0
         self._stepped: tuple[Stepped, ...] = ()
@@ -224,6 +224,7 @@ class ElasticTrainer(Trainer):
         while session.warming:
             self._take(self._next())
         self._take_place(begun=False)
+        self._first_position = session.position
         self.model_wrapped = session.model
         return session.model, train_dataloader
 
@@ -264,6 +265,14 @@ class ElasticTrainer(Trainer):
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             prefetch_factor=args.dataloader_prefetch_factor or 2,
         )
+
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
+        """End the training; its rate is that of the samples committed since this process began."""
+        made = self.state.global_step - self._initial_global_step
+        num_train_samples = self.session.position - self._first_position
+        if made:  # the Trainer takes this share of them
+            num_train_samples *= max(self.state.max_steps, 1) / made
+        return super()._finalize_training(trial, num_train_samples, start_time)
 
     # One step ---------------------------------------------------------------------------------
 

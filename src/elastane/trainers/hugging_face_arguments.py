@@ -28,7 +28,6 @@ _OWN_OPTIONS = {
 }
 
 
-@dataclass
 class ElasticTrainingArguments(TrainingArguments):
     """`TrainingArguments` under which each process is alone, as far as accelerate knows.
 
