@@ -308,6 +308,7 @@ REFUSED = {
     "dataloader_drop_last": True,
     "ddp_backend": "gloo",
     "ddp_broadcast_buffers": True,
+    "enable_jit_checkpoint": True,
     "include_num_input_tokens_seen": "all",
     "optim": "lomo",
     "save_on_each_node": True,
@@ -368,6 +369,15 @@ def test_a_method_that_would_not_be_called_may_not_be_overridden(tmp_path):
 
     with pytest.raises(UnsupportedError, match=r"Own\.training_step is overridden"):
         Own(build_model(), arguments(tmp_path), base_batch_size=4)
+
+
+def test_a_callback_that_wants_gradients_before_the_step_is_refused(tmp_path):
+    class Looks(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__):
+            raise AssertionError
+
+    with pytest.raises(UnsupportedError, match="Looks has on_pre_optimizer_step"):
+        build_trainer(tmp_path, callbacks=[Looks()]).train()
 
 
 @pytest.mark.parametrize("name", ["optimizer", "lr_scheduler"])
@@ -466,7 +476,16 @@ def test_a_newcomer_takes_up_logs_and_patience_and_who_was_there_keeps_its_own(t
 
 def test_every_method_of_the_trainer_that_is_replaced_still_exists():
     added = {"session", "_check_methods", "_put_back", "_build_session", "_loader_options"}
-    added |= {"_epoch", "_make_step", "_next", "_take", "_follow", "_take_place", "_pause"}
+    added |= {
+        "_check_callbacks",
+        "_epoch",
+        "_make_step",
+        "_next",
+        "_take",
+        "_follow",
+        "_take_place",
+        "_pause",
+    }
     own = {name for name, one in vars(ElasticTrainer).items() if callable(one)}
 
     assert {name for name in own - added if not hasattr(Trainer, name)} == set()
@@ -567,7 +586,7 @@ def test_the_example_survives_a_killed_worker_and_its_successor_trains_with_the_
     events = read_events(job.run_dir)
     changes = [(e["cause"], e["world_size"]) for e in events if e["event"] == "membership"]
     assert changes[-2:] == [("death", 1), ("join", 2)]  # before, one may have been there first
-    told = [e for e in events if e["event"] == "step"]
+    told = list({e["step"]: e for e in events if e["event"] == "step"}.values())
     starts = [e["position"] - e["batch_samples"] for e in told]
     assert starts == [0, *(e["position"] for e in told)][:-1]  # each sample once, in order
     assert {e["world_size"] for e in told} == {1, 2}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from transformers import ProgressCallback, Trainer
+from transformers import ProgressCallback, Trainer, TrainerCallback
 
 from elastane.batching import BatchPolicy, LocalBatch
 from elastane.data import LoaderOptions, StreamLoader
@@ -131,6 +131,15 @@ class ElasticTrainer(Trainer):
                     "of your own over elastane.Session"
                 )
 
+    def _check_callbacks(self) -> None:
+        for one in self.callback_handler.callbacks:
+            if type(one).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
+                raise UnsupportedError(
+                    f"{type(one).__name__} has on_pre_optimizer_step, and the session has made "
+                    "the step when the loop comes to it: use on_optimizer_step, or read the "
+                    "gradient's norm in trainer.result"
+                )
+
     # The run ----------------------------------------------------------------------------------
 
     def train(
@@ -162,6 +171,7 @@ class ElasticTrainer(Trainer):
                 "this trainer has trained: build a new one; to go on with a run, pass it "
                 "resume_from_checkpoint=True"
             )
+        self._check_callbacks()
         with ExitStack() as self._stack:
             self._stack.callback(self._put_back, self.args.gradient_accumulation_steps)
             self.args.gradient_accumulation_steps = 1  # the loop counts windows
@@ -306,7 +316,10 @@ class ElasticTrainer(Trainer):
         """Return a step's result; `None` if the others have ended the run without this worker."""
         while (batch := self._next()) is not None:
             result = self._take(batch)
-            if result is not None and not result.skipped:
+            if result is None:
+                handler = self.callback_handler
+                self.control = handler.on_substep_end(self.args, self.state, self.control)
+            elif not result.skipped:
                 return result
         return None
 
@@ -340,6 +353,7 @@ class ElasticTrainer(Trainer):
         self._take_place()
         state = self.state
         if result is None:
+            self._epoch_ends = False
             state.global_step -= 1
             state.max_steps, self._flos = state.global_step + 1, 0.0
             return

@@ -49,6 +49,8 @@ class ElasticTrainingArguments(TrainingArguments):
     @cached_property
     def _setup_devices(self) -> torch.device:
         """Find the device: on GPUs the one of this process's place on its machine."""
+        for name in ("ddp_backend", "deepspeed", "fsdp", "parallelism_config"):
+            _check(name, getattr(self, name))
         with _env.hidden_launch():
             device = super()._setup_devices
         self._n_gpu = min(self._n_gpu, 1)
@@ -184,6 +186,11 @@ _REFUSALS: Mapping[str, _Refusal] = {
     "save_on_each_node": _Refusal(
         fine=_is_off, rule="one worker of all writes", way_out="Leave it out, and copy the files."
     ),
+    "enable_jit_checkpoint": _Refusal(
+        fine=_is_off,
+        rule="a worker that receives SIGTERM leaves after its step, and the others go on",
+        way_out="Leave it out; the last one to leave writes a checkpoint in the run's folder.",
+    ),
     "torch_empty_cache_steps": _Refusal(
         fine=_is_off, rule="has no effect in this trainer", way_out="Empty it in a callback."
     ),
@@ -198,6 +205,14 @@ _REFUSALS: Mapping[str, _Refusal] = {
 }
 
 
+def _check(name: str, value: Any) -> None:
+    """Refuse an argument of a value that can't be followed."""
+    refusal = _REFUSALS[name]
+    if not refusal.fine(value):
+        shown = getattr(value, "value", value)
+        raise ArgumentError(describe(name, shown, rule=refusal.rule, way_out=refusal.way_out))
+
+
 def check_arguments(args: TrainingArguments | None) -> ElasticTrainingArguments:
     """Return the arguments; refuse those that the trainer could not follow.
 
@@ -208,12 +223,8 @@ def check_arguments(args: TrainingArguments | None) -> ElasticTrainingArguments:
         rule = "accelerate opens a process group for these, which can't follow a change of workers"
         way_out = "Build elastane.trainers.hugging_face.ElasticTrainingArguments instead."
         raise ArgumentError(describe("args", type(args).__name__, rule=rule, way_out=way_out))
-    for name, refusal in _REFUSALS.items():
-        value = getattr(args, name)
-        if not refusal.fine(value):
-            value = getattr(value, "value", value)
-            message = describe(name, value, rule=refusal.rule, way_out=refusal.way_out)
-            raise ArgumentError(message)
+    for name in _REFUSALS:
+        _check(name, getattr(args, name))
     found = args.distributed_type
     if found is not DistributedType.NO:
         rule = "accelerate was set up for several processes, which the session holds together"
