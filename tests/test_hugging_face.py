@@ -27,7 +27,15 @@ from transformers import (
     get_scheduler,
 )
 
-from elastane import AdamScale, GlobalBatch, Identity, LoaderOptions, LocalBatch, Session
+from elastane import (
+    AdamScale,
+    Checkpointing,
+    GlobalBatch,
+    Identity,
+    LoaderOptions,
+    LocalBatch,
+    Session,
+)
 from elastane.errors import ArgumentError, StateError, UnsupportedError, UsageError
 from elastane.telemetry import read_events
 from elastane.trainers import hugging_face_arguments
@@ -36,7 +44,7 @@ from elastane.trainers.hugging_face_parts import Memory
 
 ROOT = Path(__file__).parents[1]
 CONTEXT, VOCABULARY = 12, 32
-LIMIT_S = 300
+LIMIT_S = 900  # most of it is the import of transformers in three processes
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -288,6 +296,28 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_like_one_that_never_stopped(t
     assert resumed.state.global_step == whole.state.global_step
     assert resumed.state.epoch == whole.state.epoch
     assert logged(resumed, "learning_rate") == logged(whole, "learning_rate")
+    assert torch.equal(weights_of(resumed.model), weights_of(whole.model))
+
+
+def test_a_run_whose_processes_all_died_goes_on_from_its_own_folder_with_its_log(tmp_path):
+    options = {"run_dir": tmp_path / "run", "checkpoint": Checkpointing(every_steps=4)}
+
+    def die_at_6(*, state, **_):
+        if state.global_step == 6:
+            raise KeyboardInterrupt
+
+    whole = build_trainer(tmp_path)
+    whole.train()
+    died = build_trainer(tmp_path, session_options=options, callbacks=[Recorder(die_at_6)])
+    with pytest.raises(KeyboardInterrupt):
+        died.train()
+    recorder = Recorder()
+    resumed = build_trainer(tmp_path, session_options=options, callbacks=[recorder])
+    resumed.train()
+
+    assert recorder.events[0] == ("step", 5)
+    assert [line["step"] for line in resumed.state.log_history][:3] == [1, 2, 3]
+    assert resumed.state.global_step == whole.state.global_step == 20
     assert torch.equal(weights_of(resumed.model), weights_of(whole.model))
 
 

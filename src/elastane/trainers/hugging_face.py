@@ -162,8 +162,8 @@ class ElasticTrainer(Trainer):
         """
         if trial is not None:
             rule, way_out = (
-                "can't be a trial: its trainers share a process",
-                "Start each by itself.",
+                "trials share a process, and a session wants its own",
+                "Start each alone.",
             )
             raise ArgumentError(describe("trial", trial, rule=rule, way_out=way_out))
         if self._session is not None:
@@ -260,7 +260,7 @@ class ElasticTrainer(Trainer):
             max_norm=args.max_grad_norm if args.max_grad_norm > 0 else None,
             loader=given.pop("loader", None) or self._loader_options(),
             ddp=ddp | given.pop("ddp", {}),
-            stateful={**given.pop("stateful", {}), "transformers.Trainer": Memory(self)},
+            stateful={**given.pop("stateful", {}), "hugging_face_trainer": Memory(self)},
             progress_bar=given.pop("progress_bar", False),
             **given,
         )
