@@ -44,7 +44,7 @@ from elastane.trainers.hugging_face_parts import Memory
 
 ROOT = Path(__file__).parents[1]
 CONTEXT, VOCABULARY = 12, 32
-LIMIT_S = 900  # most of it is the import of transformers in three processes
+LIMIT_S = 600  # most of it is the import of transformers in three processes
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -300,7 +300,8 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_like_one_that_never_stopped(t
 
 
 def test_a_run_whose_processes_all_died_goes_on_from_its_own_folder_with_its_log(tmp_path):
-    options = {"run_dir": tmp_path / "run", "checkpoint": Checkpointing(every_steps=4)}
+    def options(steps):
+        return {"run_dir": tmp_path / "run", "checkpoint": Checkpointing(every_steps=steps)}
 
     def die_at_6(*, state, **_):
         if state.global_step == 6:
@@ -308,11 +309,11 @@ def test_a_run_whose_processes_all_died_goes_on_from_its_own_folder_with_its_log
 
     whole = build_trainer(tmp_path)
     whole.train()
-    died = build_trainer(tmp_path, session_options=options, callbacks=[Recorder(die_at_6)])
+    died = build_trainer(tmp_path, session_options=options(4), callbacks=[Recorder(die_at_6)])
     with pytest.raises(KeyboardInterrupt):
         died.train()
     recorder = Recorder()
-    resumed = build_trainer(tmp_path, session_options=options, callbacks=[recorder])
+    resumed = build_trainer(tmp_path, session_options=options(1000), callbacks=[recorder])
     resumed.train()
 
     assert recorder.events[0] == ("step", 5)
