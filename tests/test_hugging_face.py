@@ -623,11 +623,12 @@ def test_the_example_survives_a_killed_worker_and_its_successor_trains_with_the_
     assert {e["world_size"] for e in told} == {1, 2}
 
     steps = job.steps()
-    known = {one["step"]: one for one in steps[survivor]}
-    assert list(known) == [e["step"] for e in told] == list(range(1, len(told) + 1))
-    assert len(steps[successor]) > 10
-    for one in [*steps[successor], *steps[killed][:-1]]:  # its last one may have been void
-        assert known[one["step"]] == one
+    assert len(steps[successor]) >= 10
+    # The killed one's last step may have been void: the others made it again.
+    kept = [*steps[killed][:-1], *steps[survivor], *steps[successor]]
+    states = {(one["step"], one["epoch"], one["digest"]) for one in kept}
+    assert sorted(step for step, _, _ in states) == [e["step"] for e in told]
+    assert [e["step"] for e in told] == list(range(1, len(told) + 1))
     rows = [json.loads(path.read_text()) for path in (job.folder / "result").glob("*.json")]
     assert len(rows) == 2
     assert rows[0] == rows[1]
