@@ -38,7 +38,7 @@ napoleon_use_rtype = False
 nitpicky = True
 nitpick_ignore = [("py:class", "EvaluationFunction")]  # an alias, spelled out where it is used
 nitpick_ignore_regex = [
-    (r"py:.*", r"(?!elastane\b)[\w.]*\b(torch|numpy|np|nn|matplotlib|click|rich)\b.*"),
+    (r"py:.*", r"(?!elastane\b)[\w.]*\b(torch|numpy|np|nn|matplotlib|click|rich|lightning)\b.*"),
     (r"py:.*", r"(transformers|accelerate)\..*"),
     (r"py:.*", r"(collections|contextlib|enum|os|pathlib|socket|types|typing|dataclasses)\..*"),
     (r"py:class", r"elastane\.\w+(\.\w+)*\.T"),  # type variables

@@ -37,18 +37,22 @@ class Digits(L.LightningModule):
         self.layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return ten scores for each image."""
         return self.layers(images)
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        """Return the mean loss of a micro-batch."""
         images, labels = batch
         return F.cross_entropy(self(images), labels)
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: list[Tensor]) -> None:
+        """Log the share of correct answers."""
         images, labels = batch
         hits = (self(images).argmax(1) == labels).float().mean()
         self.log("accuracy", hits, prog_bar=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> Any:
+        """Return SGD, and a schedule in base steps."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         base_steps = int(self.trainer.estimated_stepping_batches)
         schedule = CosineAnnealingLR(optimizer, T_max=base_steps)
@@ -94,13 +98,11 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(
-        Digits(),
-        DataLoader(train_set, batch_size=BASE_BATCH_SIZE, shuffle=True),
-        DataLoader(validation_set, batch_size=len(validation_set)),
-    )
+    module, validation = Digits(), DataLoader(validation_set, batch_size=len(validation_set))
+    trainer.fit(module, DataLoader(train_set, batch_size=BASE_BATCH_SIZE, shuffle=True), validation)
+    (metrics,) = trainer.validate(module, validation, verbose=False)
     row = {
-        "accuracy": float(trainer.callback_metrics["accuracy"]),
+        **metrics,
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
         "progress": strategy.session.progress,

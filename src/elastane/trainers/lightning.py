@@ -27,6 +27,7 @@ from elastane.reporting import StepResult
 from elastane.session import Session
 from elastane.trainers.lightning_arguments import (
     base_steps,
+    check_metrics,
     check_module,
     check_options,
     check_trainer,
@@ -38,6 +39,8 @@ __all__ = ["ElasticStrategy"]
 
 _CHECKPOINT_KEY = "elastane"
 _END = object()
+_RANK_ZERO: Any = rank_zero_only
+"""The function whose `rank` all of Lightning asks who writes."""
 
 
 class ElasticStrategy(SingleDeviceStrategy):
@@ -58,8 +61,8 @@ class ElasticStrategy(SingleDeviceStrategy):
         session: further arguments of `elastane.Session`, such as `rule`, `batch`, `checkpoint`.
 
     Raises:
-        ArgumentError: an argument of the session that the Trainer says already; in `Trainer(...)`
-            and `Trainer.fit` a setting that breaks a rule. The message has the way out.
+        ArgumentError: no argument of the session, or one that the Trainer says already; in
+            `Trainer(...)` and `Trainer.fit` a setting that breaks a rule.
         UnsupportedError: a kind of dataloader, scheduler or module that is refused by name.
     """
 
@@ -78,6 +81,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         self._saved: dict[str, Any] | None = None
         self._open, self._pause = ExitStack(), ExitStack()
         self._is_open = self._is_over = False
+        self._num_steps = 0
         self._batches: Iterator[Any] = iter(())
         self._later: Any = _END
         self._closure: Callable[[], Any] | None = None
@@ -127,7 +131,9 @@ class ElasticStrategy(SingleDeviceStrategy):
     def _layer_sync(self, layer_sync: object) -> None:
         if layer_sync is not None:
             rule = "the session gets the model as it is"
-            way_out = "Call torch.nn.SyncBatchNorm.convert_sync_batchnorm in your module's __init__."
+            way_out = (
+                "Call torch.nn.SyncBatchNorm.convert_sync_batchnorm in your module's __init__."
+            )
             raise ArgumentError(
                 describe("Trainer(sync_batchnorm)", True, rule=rule, way_out=way_out)
             )
@@ -135,7 +141,12 @@ class ElasticStrategy(SingleDeviceStrategy):
     @property
     def is_global_zero(self) -> bool:
         """Whether this worker writes logs and checkpoints: the session's rank 0."""
-        return rank_zero_only.rank == 0
+        return _RANK_ZERO.rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether a value that is logged now may differ on other workers."""
+        return self._is_open and self._trainer.training and _is_launched()
 
     def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
         """Return a validation's value as it is, for each worker sees the whole set.
@@ -143,7 +154,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         Raises:
             UsageError: for a value of the training, of which each worker has its own.
         """
-        if self._trainer.training and _is_launched():
+        if self.is_distributed:
             raise UsageError(_NO_SYNC)
         return tensor
 
@@ -166,6 +177,8 @@ class ElasticStrategy(SingleDeviceStrategy):
                 raise UsageError(_TWO_FITS)
             check_trainer(trainer)
             check_module(self._module)
+            if _is_launched():
+                check_metrics(self._module)
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -189,13 +202,14 @@ class ElasticStrategy(SingleDeviceStrategy):
         trainer, stream = self._trainer, self._stream
         if stream is None or trainer.train_dataloader is not stream:
             raise UnsupportedError(_SEVERAL_LOADERS)
+        self._num_steps = base_steps(trainer, an_epoch=len(stream))
         self._session = Session(
             self._module,
             optimizer=self.optimizers[0],
             schedule=self._schedules[0] if len(self._schedules) == 1 else self._schedules or None,
             dataset=stream.dataset,
             base_batch_size=stream.batch_size,
-            num_steps=base_steps(trainer, an_epoch=len(stream)),
+            num_steps=self._num_steps,
             max_norm=trainer.gradient_clip_val or None,
             **self._options,
         )
@@ -294,17 +308,16 @@ class ElasticStrategy(SingleDeviceStrategy):
         self._later = _END
 
     def _step(self) -> bool:
-        """End a micro-batch; return whether that completed a base step, and so a Trainer's batch."""
+        """End a micro-batch; return whether a base step is done, and with it a Trainer's batch."""
         result = self.session.step()
         if result is None:
             return False
         self.result = result
-        rank_zero_only.rank = self.global_rank = self.session.world.rank
-        stream, trainer = self._stream, self._trainer
-        assert stream is not None
-        if result.progress >= base_steps(trainer, an_epoch=len(stream)):
+        _RANK_ZERO.rank = self.global_rank = self.session.world.rank
+        if result.progress >= self._num_steps:
             self._over()
-        self._count(result, an_epoch=len(stream))
+        assert self._stream is not None
+        self._count(result, an_epoch=len(self._stream))
         return result.crossed(1) or self._is_over
 
     def _count(self, result: StepResult, *, an_epoch: int) -> None:
@@ -403,15 +416,25 @@ class _Stream:
     def __next__(self) -> Any:
         return self._take()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing, and so tell the Trainer that it goes on in the middle of an epoch.
+
+        The session's state says where.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing."""
+
 
 @contextmanager
 def _forwarding(module: LightningModule) -> Iterator[None]:
-    """Have a module's `forward`, which DDP calls, be its `training_step`, for the length of a block.
+    """Have a module's `forward`, which DDP calls, be its `training_step` in a block.
 
     Within `training_step` it is itself again. Lightning's own redirection is over once the step
     has failed; a session that runs the step again, without DDP, would then run `forward`.
     """
-    forward = module.forward
+    forward, own = module.forward, vars(module).get("forward")
 
     def redirected(*args: Any, **kwargs: Any) -> Any:
         module.forward = forward
@@ -424,7 +447,9 @@ def _forwarding(module: LightningModule) -> Iterator[None]:
     try:
         yield
     finally:
-        module.forward = forward
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 def _is_launched() -> bool:

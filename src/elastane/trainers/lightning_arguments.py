@@ -21,12 +21,15 @@ from torch.utils.data import (
     SequentialSampler,
     default_collate,
 )
+from torchmetrics import Metric
 
 from elastane.data import LoaderOptions
 from elastane.errors import ArgumentError, UnsupportedError, describe
+from elastane.session import Session
 
 __all__ = [
     "base_steps",
+    "check_metrics",
     "check_module",
     "check_options",
     "check_trainer",
@@ -62,47 +65,52 @@ _OVERRIDES = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse arguments of the session that the Trainer says already."""
+    """Refuse arguments that the session does not have, or that the Trainer says already."""
+    known = inspect.signature(Session).parameters.keys() - _OWN_OPTIONS.keys()
     for name, value in options.items():
         if name in _OWN_OPTIONS:
             rule = "is not an argument of this strategy, for the Trainer says it"
             raise ArgumentError(describe(name, value, rule=rule, way_out=_OWN_OPTIONS[name]))
+        if name not in known:
+            rule, way_out = "no such argument", f"There are {', '.join(sorted(known))}."
+            raise ArgumentError(describe(name, value, rule=rule, way_out=way_out))
 
 
 def check_trainer(trainer: Trainer) -> None:
     """Refuse settings of the Trainer that the session would have to break."""
-    if trainer.accumulate_grad_batches != 1:
+    settings: Any = trainer  # some of them have no type
+    if settings.accumulate_grad_batches != 1:
         rule = "counts batches, and how many a step has follows the workers"
         way_out = (
             "Leave it at 1 and give the strategy a batch policy, for example "
             "batch=LocalBatch(64, micro_batches=4)."
         )
-        raise _refused("accumulate_grad_batches", trainer.accumulate_grad_batches, rule, way_out)
-    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm not in (None, "norm"):
+        raise _refused("accumulate_grad_batches", settings.accumulate_grad_batches, rule, way_out)
+    if settings.gradient_clip_val and settings.gradient_clip_algorithm not in (None, "norm"):
         rule = "the session clips by the norm of the mean of all workers"
         way_out = 'Take "norm", or clamp the gradients in on_before_optimizer_step.'
-        algorithm = str(trainer.gradient_clip_algorithm.value)
+        algorithm = str(settings.gradient_clip_algorithm.value)
         raise _refused("gradient_clip_algorithm", algorithm, rule, way_out)
-    interval = getattr(trainer, "val_check_interval", "a time")
+    interval = getattr(settings, "val_check_interval", "a time")
     if interval != 1.0:
         rule = "workers count batches of their own, so they would validate after different steps"
         way_out = "Leave it at 1.0 and use check_val_every_n_epoch."
         raise _refused("val_check_interval", interval, rule, way_out)
-    if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
+    if settings.overfit_batches:
+        rule, way_out = "the session deals every sample", "Train on a torch.utils.data.Subset."
+        raise _refused("overfit_batches", settings.overfit_batches, rule, way_out)
+    if settings.limit_train_batches != 1.0 and not settings.fast_dev_run:
         rule = "the session deals every sample"
         way_out = "Train on a torch.utils.data.Subset, or for fewer steps with max_steps."
-        raise _refused("limit_train_batches", trainer.limit_train_batches, rule, way_out)
-    if trainer.overfit_batches:
-        rule, way_out = "the session deals every sample", "Train on a torch.utils.data.Subset."
-        raise _refused("overfit_batches", trainer.overfit_batches, rule, way_out)
-    if trainer.reload_dataloaders_every_n_epochs:
+        raise _refused("limit_train_batches", settings.limit_train_batches, rule, way_out)
+    if settings.reload_dataloaders_every_n_epochs:
         rule = "the samples that a run deals from stay the same"
-        value = trainer.reload_dataloaders_every_n_epochs
+        value = settings.reload_dataloaders_every_n_epochs
         raise _refused("reload_dataloaders_every_n_epochs", value, rule, "Leave it at 0.")
-    if trainer.min_steps is not None:
+    if settings.min_steps is not None:
         rule = "a run takes fewer optimizer steps the larger the batch is"
-        raise _refused("min_steps", trainer.min_steps, rule, "Use min_epochs.")
-    precision = str(trainer.precision)
+        raise _refused("min_steps", settings.min_steps, rule, "Use min_epochs.")
+    precision = str(settings.precision)
     if precision not in _PRECISIONS:
         rule = "the session has not been tried with it"
         raise _refused("precision", precision, rule, f"Take one of {', '.join(_PRECISIONS)}.")
@@ -125,6 +133,18 @@ def check_module(module: LightningModule) -> None:
             f"{name}.training_step takes dataloader_iter: the session knows of a micro-batch only "
             "if it hands it out. Take (batch, batch_idx)"
         )
+
+
+def check_metrics(module: LightningModule) -> None:
+    """Refuse metrics that would talk to the other workers beside the session."""
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric) and (metric.sync_on_compute or metric.dist_sync_on_step):
+            rule = (
+                "it would wait for the other workers, who may be gone, and count a set they share"
+            )
+            way_out = "Build it with sync_on_compute=False: each worker validates on the whole set."
+            where = f"{name}.sync_on_compute"
+            raise ArgumentError(describe(where, True, rule=rule, way_out=way_out))
 
 
 def loader_options(loader: object, *, seed: int) -> LoaderOptions:
@@ -218,15 +238,27 @@ def base_steps(trainer: Trainer, *, an_epoch: int) -> int:
 
 def _is_shuffled(loader: DataLoader[Any]) -> bool:
     sampler, batches = loader.sampler, loader.batch_sampler
+    if batches is None:
+        rule, way_out = "the session deals batches", "Give the DataLoader the base batch."
+        raise ArgumentError(
+            describe("DataLoader(batch_size)", loader.batch_size, rule=rule, way_out=way_out)
+        )
     if type(batches) is BatchSampler and isinstance(sampler, SequentialSampler):
         return False
-    whole = type(sampler) is RandomSampler and not sampler.replacement
-    if type(batches) is BatchSampler and whole and sampler.num_samples == len(loader.dataset):  # pyright: ignore[reportArgumentType]
+    if type(batches) is BatchSampler and _is_permutation(sampler):
         return True
     chosen = sampler if type(batches) is BatchSampler else batches
     raise UnsupportedError(
         f"the DataLoader has a {type(chosen).__name__}: the session deals the samples, each once "
         "an epoch; pass batch_size and shuffle, and no sampler or batch_sampler"
+    )
+
+
+def _is_permutation(sampler: object) -> bool:
+    return (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
     )
 
 
