@@ -3,7 +3,8 @@
     python -m examples.lightning_digits --result result.json
     elastane run --workers 1:4 -m examples.lightning_digits --result result.json
 
-The module is an ordinary LightningModule; the strategy is all that elastane needs.
+The module is an ordinary LightningModule; the strategy is all that elastane needs. Wants the extra
+`lightning`, and scikit-learn for the digits.
 """
 
 from __future__ import annotations

@@ -42,8 +42,9 @@ names = ("environment", "signals", "threads", "folder", "excepthook", "log handl
 for name, old, new in zip(names, before, after, strict=True):
     if old != new:
         print("changed:", name)
-for package in ("matplotlib", "tensorboard", "mlxtend", "pandas", "sklearn", "scipy", "pytest",
-                "transformers", "accelerate"):
+packages = ("matplotlib", "tensorboard", "mlxtend", "pandas", "sklearn", "scipy", "pytest",
+            "lightning", "transformers", "accelerate")
+for package in packages:
     if package in sys.modules:
         print("imported:", package)
 if torch.distributed.is_available() and torch.distributed.is_initialized():
