@@ -304,7 +304,8 @@ class ElasticStrategy(SingleDeviceStrategy):
             assert self._closure is not None
             self._later = self._moved(batch)
             self._closure()
-            self._step()
+            if self._step():
+                self._steps_made.increment_completed()
         self._later = _END
 
     def _step(self) -> bool:
@@ -329,10 +330,8 @@ class ElasticStrategy(SingleDeviceStrategy):
                 {"ready": epoch + 1, "started": epoch + 1, "processed": epoch, "completed": epoch}
             )
         steps = min(result.step, math.floor(result.progress))
-        loops = loop.epoch_loop
-        steps_made = loops.automatic_optimization.optim_progress.optimizer.step.total
-        steps_made.load_state_dict({"ready": steps, "completed": steps - 1})
-        loops.batch_progress.is_last_batch = result.crossed(an_epoch) or self._is_over
+        self._steps_made.total.load_state_dict({"ready": steps, "completed": steps - 1})
+        loop.epoch_loop.batch_progress.is_last_batch = result.crossed(an_epoch) or self._is_over
 
     def _take(self) -> Any:
         """Return the first micro-batch of a Trainer's batch."""
@@ -384,6 +383,12 @@ class ElasticStrategy(SingleDeviceStrategy):
                 raise StateError(_NO_STATE)
             self._saved = checkpoint[_CHECKPOINT_KEY]
         return checkpoint
+
+    @property
+    def _steps_made(self) -> Any:
+        """What `global_step` is read from; the Trainer adds the step at work when it is made."""
+        loop = self._trainer.fit_loop.epoch_loop
+        return loop.automatic_optimization.optim_progress.optimizer.step
 
     @property
     def _module(self) -> LightningModule:
