@@ -38,7 +38,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[1]
 ELASTANE = [sys.executable, "-m", "elastane"]
-LIMIT_S = 150
+LIMIT_S = 180
 SEED = 3
 MICRO = GlobalBatch(32, micro_batches=4)
 
@@ -567,7 +567,7 @@ class Job:
         options = ["--workers", "1:2", "--run-dir", str(self.run_dir)]
         with self.output.open("wb") as output:
             self.launcher = subprocess.Popen(
-                [*ELASTANE, "run", *options, *script, "--epochs", "40"],
+                [*ELASTANE, "run", *options, *script, "--epochs", "20"],
                 cwd=ROOT,
                 stdout=output,
                 stderr=output,
@@ -596,7 +596,7 @@ class Job:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(320)
+@pytest.mark.timeout(400)
 def test_the_example_goes_on_in_place_when_the_worker_of_rank_0_is_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -619,8 +619,8 @@ def test_the_example_goes_on_in_place_when_the_worker_of_rank_0_is_killed(tmp_pa
     starts = [one["position"] - one["batch_samples"] for one in steps]
     assert starts == [0, *ends[:-1]]
     assert {one["world_size"] for one in steps} == {1, 2}
-    assert steps[-1]["progress"] == row["progress"] >= 40 * 90
-    assert (row["epochs"], row["accuracy"] > 0.9) == (40, True)
+    assert steps[-1]["progress"] == row["progress"] >= 20 * 90
+    assert (row["epochs"], row["accuracy"] > 0.9) == (20, True)
     text = job.output.read_text()
     assert f"worker {first['worker']} was killed by SIGKILL" in text
-    assert f"[worker {second['worker']}] `Trainer.fit` stopped: `max_epochs=40` reached." in text
+    assert f"[worker {second['worker']}] `Trainer.fit` stopped: `max_epochs=20` reached." in text
