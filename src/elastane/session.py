@@ -152,8 +152,7 @@ class Session:
         """Start loader processes, then the process group if launched with one, and wrap."""
         if self._was_open:
             raise UsageError("a session is entered once: load its state into a new one to go on")
-        self._was_open = True
-        parts = self._parts
+        self._was_open, parts = True, self._parts
         with ExitStack() as stack:
             stack.callback(parts.feed.close)
             parts.feed.start(self.position)
@@ -185,9 +184,8 @@ class Session:
     ) -> None:
         """Run backward on the loss of the present micro-batch.
 
-        Unlike `loss.backward()` it scales by the scaler, reports the loss, takes a weight, and
-        leaves the batch's mean gradient in `p.grad` after a window's last micro-batch, so that
-        it can be looked at or clipped before `step()`.
+        Unlike `loss.backward()` it scales, reports the loss, takes a weight, and leaves the
+        batch's mean gradient in `p.grad` after a window's last micro-batch, before `step()`.
 
         Args:
             loss: scalar; the *mean* over the micro-batch, not divided by their number.
@@ -236,10 +234,9 @@ class Session:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is not in the model's and the optimizer's own state.
+        """Return progress, moments, ramps, schedule, position, loss scale and random generators.
 
-        Progress, moments, ramps, schedule, position, loss scale and random generators. It loads
-        with `torch.load(weights_only=True)`, under any number of workers.
+        It loads with `torch.load(weights_only=True)`, under any number of workers.
         """
         return self._parts.state.state_dict()
 
