@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -246,6 +247,21 @@ def test_a_newcomer_that_has_given_up_is_left_alone(connect):
     while not taker.wait_over(0.01):
         advance(ours, giver)
     assert (taker.has_begun, taker.turns, float(theirs.value)) == (False, -1, 0.0)
+
+
+def test_ends_that_are_closed_wait_for_nobody(connect):
+    ours, theirs = Tape(3.0), Tape(0.0)
+    first, second = connect()
+    giver = Giver(ours, newcomer=7, connect=first)
+    taker = Taker(theirs, connect=second)
+    while not taker.has_begun:
+        advance(ours, giver)
+        time.sleep(0.005)
+    taker.close()  # its member says nothing more
+    assert taker.wait_over(0)
+    giver.close()
+    assert giver.is_over
+    assert not {one.name for one in threading.enumerate()} & {"elastane stream"}
 
 
 # Jobs -------------------------------------------------------------------------------------------

@@ -130,6 +130,12 @@ class Following:
             giver.drop()
         self._forget_those_that_are_over()
 
+    def close(self) -> None:
+        """End all streams, and their threads."""
+        for stream in (*self._givers, *([] if self._taker is None else [self._taker])):
+            stream.close()
+        self._forget_those_that_are_over()
+
     def _show_step(self, buffer_factors: Sequence[float]) -> None:
         for giver in self._givers:
             giver.step(buffer_factors)

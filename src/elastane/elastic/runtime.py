@@ -219,7 +219,7 @@ class ElasticMembership:
             self._is_torn = self._following.has_begun
 
     def _forget(self) -> None:
-        self._following.drop()
+        self._following.close()
         gc.unfreeze()
         self._members = ()
         self._group.close()

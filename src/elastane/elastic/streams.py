@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from elastane._compat import PrefixStore, TCPStore
+from elastane.elastic.sockets import GroupSockets
 from elastane.elastic.transfer import receive_state, send_state
 from elastane.errors import CommunicationError, StateError
 from elastane.group import Replayable
@@ -34,6 +35,7 @@ MOST_WAITING = 64
 
 _LIMIT = timedelta(seconds=20)
 _FEW = 2
+_CLOSING_LIMIT_S = 1.0
 
 Open = Callable[[], dist.ProcessGroup]
 
@@ -44,6 +46,12 @@ def open_pair(store: TCPStore, *, prefix: str, rank: int) -> dist.ProcessGroup:
     keys.set_timeout(_LIMIT)
     group: Any = dist.ProcessGroupGloo(keys, rank, 2, _LIMIT)
     return group
+
+
+def _started(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="elastane stream", daemon=True)
+    thread.start()
+    return thread
 
 
 class Giver:
@@ -58,13 +66,13 @@ class Giver:
     def __init__(self, replay: Replayable, *, newcomer: int, connect: Open) -> None:
         self.newcomer = newcomer
         self._replay = replay
-        self._connect = connect
+        self._connect, self._sockets = connect, GroupSockets()
         self._parts = replay.parts()
         self._next = 0
         self._count = 0
         self._waiting: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._connected, self._over = threading.Event(), threading.Event()
-        threading.Thread(target=self._work, name="elastane stream", daemon=True).start()
+        self._thread = _started(self._work)
 
     @property
     def is_over(self) -> bool:
@@ -101,6 +109,12 @@ class Giver:
         self._over.set()
         self._waiting.put(None)
 
+    def close(self) -> None:
+        """Send nothing more, and end the thread: where it waits it would outlive the process."""
+        self.drop()
+        self._sockets.shut()
+        self._thread.join(_CLOSING_LIMIT_S)
+
     def _put(self, message: dict[str, Any]) -> None:
         if self._waiting.qsize() > MOST_WAITING:
             self.drop()
@@ -109,7 +123,8 @@ class Giver:
 
     def _work(self) -> None:
         try:
-            group = self._connect()
+            with self._sockets.opening():
+                group = self._connect()
             self._connected.set()
             while (message := self._waiting.get()) is not None and not self.is_over:
                 message["waiting"] = self._waiting.qsize()
@@ -130,13 +145,13 @@ class Taker:
 
     def __init__(self, replay: Replayable, *, connect: Open) -> None:
         self._replay = replay
-        self._connect = connect
+        self._connect, self._sockets = connect, GroupSockets()
         self._ready, self._over = threading.Event(), threading.Event()
         self._lock, self._given_up = threading.Lock(), False
         self.has_begun = False
         self.turns = -1
         self.failure: str | None = None
-        threading.Thread(target=self._work, name="elastane stream", daemon=True).start()
+        self._thread = _started(self._work)
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait until all is there but what comes from now on, or the stream is over."""
@@ -151,9 +166,16 @@ class Taker:
         with self._lock:
             self._given_up = True
 
+    def close(self) -> None:
+        """Leave the training alone, and end the thread: where it waits it would outlive all."""
+        self.give_up()
+        self._sockets.shut()
+        self._thread.join(_CLOSING_LIMIT_S)
+
     def _work(self) -> None:
         try:
-            group = self._connect()
+            with self._sockets.opening():
+                group = self._connect()
             while self.turns < 0:
                 message = receive_state(source=0, group=group)
                 with self._lock:
