@@ -47,6 +47,7 @@ class Plan:
         most_workers: of a job.
         jobs: phases by job; all phases of a job share its workers.
         torchrun: whether its restart is measured, too.
+        copies: whether newcomers copy the whole state, and none follows the others before.
     """
 
     sizes: tuple[str, ...]
@@ -54,6 +55,7 @@ class Plan:
     most_workers: int = 4
     jobs: tuple[tuple[str, ...], ...] = tuple((name,) for name in PHASES)
     torchrun: bool = True
+    copies: bool = False
 
 
 def number_of(size: str) -> int:
@@ -109,6 +111,7 @@ def _run_jobs(
             parameters=number_of(size),
             most_workers=plan.most_workers,
             hang_limit_s=limit_s,
+            copies=plan.copies,
         ) as job:
             _run_phases(size, missing, plan=plan, ledger=ledger, job=job, console=console)
     raise click.ClickException(f"{size}: more than {_MOST_STALLS} changes never came to their end")
@@ -139,6 +142,11 @@ def _missing(phase: str, changes: list[Change], *, plan: Plan) -> int:
 @click.option("--json", "json_path", metavar="PATH|-", help="Write JSON here; - for stdout.")
 @click.option("--sizes", default="1M,10M", show_default=True, help="Parameters of the models.")
 @click.option("--changes", default=10, show_default=True, type=click.IntRange(1), help="A kind.")
+@click.option("--workers", "most", default=4, show_default=True, type=click.IntRange(2))
+@click.option(
+    "--phase", "phases", multiple=True, type=click.Choice(list(PHASES)), help="Repeatable."
+)
+@click.option("--copies", is_flag=True, help="No newcomer follows the others: all copy.")
 @click.option("--quick", is_flag=True, help="A tiny model and 2 changes a kind, for a look.")
 @click.option("--no-torchrun", is_flag=True, help="Leave the restarts of torchrun out.")
 @click.option(
@@ -151,18 +159,28 @@ def main(
     json_path: str | None,
     sizes: str,
     changes: int,
+    most: int,
+    phases: tuple[str, ...],
+    copies: bool,
     quick: bool,
     no_torchrun: bool,
     resume: Path | None,
 ) -> None:
-    plan = Plan(sizes=tuple(sizes.split(",")), changes=changes, torchrun=not no_torchrun)
+    plan = Plan(
+        sizes=tuple(sizes.split(",")),
+        changes=changes,
+        most_workers=most,
+        jobs=tuple((name,) for name in phases or PHASES),
+        torchrun=not no_torchrun,
+        copies=copies,
+    )
     if quick:
         jobs = (tuple(PHASES),)
         plan = replace(plan, sizes=("20k",), changes=2, most_workers=3, jobs=jobs, torchrun=False)
     for size in plan.sizes:
         number_of(size)
     console = Console(stderr=True)
-    ledger = Ledger(resume, plan={"changes": changes, "quick": quick})
+    ledger = Ledger(resume, plan={"changes": changes, "quick": quick, "copies": copies})
     with ending_on_sigterm():
         result = measure_all(plan, ledger=ledger, console=console)
     console.print(draw(result))

@@ -69,12 +69,14 @@ class _Job(LaunchedJob):
     Attributes:
         digits: file of the digits.
         parameters: of the model.
+        copies: whether newcomers copy the whole state, however large.
     """
 
     worker = WORKER
 
     digits: Path
     parameters: int
+    copies: bool
 
     @property
     def records_dir(self) -> Path:
@@ -86,6 +88,7 @@ class _Job(LaunchedJob):
         return (
             *("--digits", str(self.digits), "--records", str(self.records_dir)),
             *("--parameters", str(self.parameters)),
+            *(["--copies"] if self.copies else []),
         )
 
 
@@ -98,6 +101,7 @@ class RunningJob:
         parameters: of the model.
         most_workers: that it may have, and has at first.
         hang_limit_s: after which a worker that keeps the others waiting is left behind.
+        copies: whether newcomers copy the whole state, and none follows the others before.
 
     Attributes:
         records: lines of each worker, oldest first.
@@ -106,7 +110,14 @@ class RunningJob:
     """
 
     def __init__(
-        self, folder: Path, *, digits: Path, parameters: int, most_workers: int, hang_limit_s: float
+        self,
+        folder: Path,
+        *,
+        digits: Path,
+        parameters: int,
+        most_workers: int,
+        hang_limit_s: float,
+        copies: bool = False,
     ) -> None:
         self.hang_limit_s = hang_limit_s
         self._job = _Job(
@@ -115,6 +126,7 @@ class RunningJob:
             max_workers=most_workers,
             digits=digits,
             parameters=parameters,
+            copies=copies,
         )
         self._tails: dict[Path, Tail] = {}
         self._generations = Tail(self._job.run_dir / GENERATIONS_NAME)

@@ -73,7 +73,7 @@ def goals_of(sizes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             row = sizes.get(size, {}).get(kind)
             if row is not None:
                 goals.append(_goal(f"{size} {kind} median_ms", row["median_ms"], limit))
-        if size in sizes:
+        if "leave" in sizes.get(size, {}):
             lost = sizes[size]["leave"]["discarded_steps"]
             goals.append(_goal(f"{size} leave discarded_steps", lost, 0))
             goals.append(_goal(f"{size} stalled", sizes[size]["stalled"], 0))

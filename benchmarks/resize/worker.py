@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from elastane import LoaderOptions, LocalBatch, Session
+from elastane.elastic import following
 
 BATCH = 16
 NUM_PIXELS, NUM_CLASSES = 64, 10
@@ -68,6 +70,8 @@ def read_digits(path: Path) -> TensorDataset:
 
 def main() -> None:
     given = parse()
+    if given.copies:
+        following.LEAST_BYTES = sys.maxsize
     record = Record(given.records)
     worker = int(os.environ.get("ELASTANE_WORKER", os.environ.get("RANK", "0")))
     model = build_model(given.parameters)
@@ -92,6 +96,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parameters", type=int, required=True)
     parser.add_argument("--steps", type=int, default=10**9)
     parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("--copies", action="store_true")
     return parser.parse_args()
 
 
