@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from elastane.trainers.lightning_arguments import (
     loader_options,
     schedules_of,
 )
+from elastane.trainers.lightning_parts import Stream, forwarding
 
 __all__ = ["ElasticStrategy"]
 
@@ -76,7 +77,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         self._seed = seed
         self._options = {"progress_bar": False, **session}
         self._schedules: list[LRScheduler] = []
-        self._stream: _Stream | None = None
+        self._stream: Stream | None = None
         self._session: Session | None = None
         self._saved: dict[str, Any] | None = None
         self._open, self._pause = ExitStack(), ExitStack()
@@ -193,7 +194,7 @@ class ElasticStrategy(SingleDeviceStrategy):
             return dataloader
         options = loader_options(dataloader, seed=self._seed)
         assert isinstance(dataloader, DataLoader)
-        self._stream = _Stream(dataloader, take=self._take)
+        self._stream = Stream(dataloader, take=self._take)
         self._options["loader"] = options
         return self._stream
 
@@ -243,7 +244,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         """
         if self._later is not _END:
             args = (self._later, *args[1:])
-        with self.precision_plugin.train_step_context(), _forwarding(self._module):
+        with self.precision_plugin.train_step_context(), forwarding(self._module):
             output = self.session.model(*args, **kwargs)
         if output is None:
             raise UsageError(_NO_LOSS)
@@ -398,63 +399,6 @@ class ElasticStrategy(SingleDeviceStrategy):
     @property
     def _trainer(self) -> Trainer:
         return self._module.trainer
-
-
-class _Stream:
-    """What the Trainer iterates over in the DataLoader's place: the session's steps, without end.
-
-    Its length is an epoch's, in base steps.
-    """
-
-    def __init__(self, loader: DataLoader[Any], *, take: Callable[[], Any]) -> None:
-        self.dataset, self._length = loader.dataset, len(loader)
-        assert loader.batch_size is not None
-        self.batch_size = loader.batch_size
-        self._take = take
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return self._take()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing, and so tell the Trainer that it goes on in the middle of an epoch.
-
-        The session's state says where.
-        """
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing."""
-
-
-@contextmanager
-def _forwarding(module: LightningModule) -> Iterator[None]:
-    """Have a module's `forward`, which DDP calls, be its `training_step` in a block.
-
-    Within `training_step` it is itself again. Lightning's own redirection is over once the step
-    has failed; a session that runs the step again, without DDP, would then run `forward`.
-    """
-    forward, own = module.forward, vars(module).get("forward")
-
-    def redirected(*args: Any, **kwargs: Any) -> Any:
-        module.forward = forward
-        try:
-            return module.training_step(*args, **kwargs)
-        finally:
-            module.forward = redirected
-
-    module.forward = redirected
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 def _is_launched() -> bool:
