@@ -173,10 +173,10 @@ def draw(results: Path, *, path: Path) -> None:
     """Draw the picture of the study, if there is one."""
     source = results / "adam.json"
     if source.exists():
-        base, best, _, rules = study_parts(json.loads(source.read_text()))
+        base, best, longer, rules = study_parts(json.loads(source.read_text()))
         still: Sequence[Row] = [row for row in rules if isinstance(row["scale"], int)]
         scales = sorted({row["scale"] for row in still})
-        draw_study(still, base=base, found=best, scales=scales, path=path)
+        draw_study(still, base=base, found=best, longer=longer, scales=scales, path=path)
 
 
 @click.command(help="Write the page on optimizers.")

@@ -112,7 +112,10 @@ _RECIPE = partial(
     betas=(0.9, 0.999),
     weight_decay=0.1,
     schedule=warm_cosine,
-    tried="",
+    tried=(
+        "Batch 8 over 1,600 steps, one seed each: 2.93 bits at lr 0.0015, 2.45 at 0.003, 2.24 at "
+        "0.006, 2.22 at 0.012, 2.29 at 0.024; the smaller of the two good ones was taken."
+    ),
 )
 
 TASK = Task(
