@@ -72,7 +72,7 @@ class MomentWeights:
         >>> weights = MomentWeights(steps=10, first=1 - 0.9**10, second=1 - 0.999**10)
         >>> lr, eps = weights.updated((0.9, 0.984)).corrections((0.9, 0.984))
         >>> round(lr, 3), round(eps, 3)
-        (0.397, 0.397)
+        (0.398, 0.398)
     """
 
     steps: float = 0.0
