@@ -19,7 +19,7 @@ from training import Digits
 from elastane import AdamScale, GlobalBatch, Session
 from elastane import replay as replays
 from elastane._compat import TCPStore
-from elastane.elastic import streams
+from elastane.elastic import following, streams
 from elastane.elastic.streams import Giver, Taker, open_pair
 from elastane.errors import StateError
 from elastane.replay import Replay
@@ -249,6 +249,23 @@ def test_a_newcomer_that_has_given_up_is_left_alone(connect):
     assert (taker.has_begun, taker.turns, float(theirs.value)) == (False, -1, 0.0)
 
 
+def test_a_newcomer_does_not_wait_long_for_a_member_that_says_nothing(connect, monkeypatch):
+    ours, theirs = Tape(3.0), Tape(0.0)
+    first, second = connect()
+    giver = Giver(ours, newcomer=7, connect=first)
+    one = following.Following(worker=7, connect=TCPStore)
+    one._taker = Taker(theirs, connect=second)
+    while not one.has_begun:
+        advance(ours, giver)
+        time.sleep(0.005)
+    monkeypatch.setattr(following, "_SILENCE_LIMIT_S", 0.1)
+    assert one.finish(is_broken=lambda: False) == -1
+    giver.end(3)  # too late
+    assert one._taker.wait_over(20)
+    assert one.turns == -1
+    one.close()
+
+
 def test_ends_that_are_closed_wait_for_nobody(connect):
     ours, theirs = Tape(3.0), Tape(0.0)
     first, second = connect()
@@ -261,7 +278,8 @@ def test_ends_that_are_closed_wait_for_nobody(connect):
     assert taker.wait_over(0)
     giver.close()
     assert giver.is_over
-    assert not {one.name for one in threading.enumerate()} & {"elastane stream"}
+    assert not giver._thread.is_alive()
+    assert not taker._thread.is_alive()
 
 
 # Jobs -------------------------------------------------------------------------------------------

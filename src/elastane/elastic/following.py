@@ -22,7 +22,8 @@ LEAST_BYTES = 16 << 20
 """Parameters below this are copied in less time than a regroup takes in any case."""
 
 _ANSWER_LIMIT_S = 10.0
-_LOOK_S = 0.1
+_SILENCE_LIMIT_S = 1.0  # the others wait meanwhile
+_LOOK_S = 0.02
 
 
 class Following:
@@ -88,8 +89,9 @@ class Following:
         taker = self._taker
         if taker is None or not taker.has_begun:
             return -1
+        begun = time.monotonic()
         while not taker.wait_over(_LOOK_S):
-            if is_broken():
+            if is_broken() or time.monotonic() - max(taker.heard, begun) > _SILENCE_LIMIT_S:
                 taker.give_up()
                 return -1
         return taker.turns

@@ -15,6 +15,7 @@ goes, the runtime.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -141,6 +142,12 @@ class Taker:
     Args:
         replay: of the training that follows.
         connect: opens the group of the two; called in the stream's thread.
+
+    Attributes:
+        has_begun: whether anything has come.
+        heard: when the last message came.
+        turns: behind which the stream has ended; -1 until then, or if it broke.
+        failure: why it broke.
     """
 
     def __init__(self, replay: Replayable, *, connect: Open) -> None:
@@ -149,6 +156,7 @@ class Taker:
         self._ready, self._over = threading.Event(), threading.Event()
         self._lock, self._given_up = threading.Lock(), False
         self.has_begun = False
+        self.heard = time.monotonic()
         self.turns = -1
         self.failure: str | None = None
         self._thread = _started(self._work)
@@ -189,7 +197,7 @@ class Taker:
             self._over.set()
 
     def _take(self, message: dict[str, Any]) -> None:
-        self.has_begun = True
+        self.has_begun, self.heard = True, time.monotonic()
         if message["kind"] == "part":
             self._replay.take_part(message)
         elif message["kind"] == "step":
