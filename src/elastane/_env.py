@@ -12,6 +12,7 @@ __all__ = [
     "ElasticLaunch",
     "Launch",
     "elastic_launch",
+    "follow_bytes",
     "gloo_interface",
     "hidden_launch",
     "launch",
@@ -42,6 +43,11 @@ def launch() -> Launch | None:
     if rank is None or world_size is None or "MASTER_ADDR" not in os.environ:
         return None
     return Launch(rank=int(rank), world_size=int(world_size))
+
+
+def follow_bytes() -> float:
+    """Return from how many bytes of parameters on newcomers follow: `ELASTANE_FOLLOW_MB`."""
+    return float(os.environ.get("ELASTANE_FOLLOW_MB", "inf")) * 2**20
 
 
 def local_rank() -> int | None:

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 
-from elastane import protocol
+from elastane import _env, protocol
 from elastane._compat import TCPStore
 from elastane.elastic.streams import Giver, Open, Taker, open_pair
 from elastane.group import Replayable
 
 __all__ = ["LEAST_BYTES", "Following"]
 
-LEAST_BYTES = 16 << 20
-"""Parameters below this are copied in less time than a regroup takes in any case."""
+LEAST_BYTES = _env.follow_bytes()
+"""Parameters below this are copied as a whole; without `ELASTANE_FOLLOW_MB` all are."""
 
 _ANSWER_LIMIT_S = 10.0
 _SILENCE_LIMIT_S = 1.0  # the others wait meanwhile
