@@ -8,13 +8,13 @@ Knows the results' JSON and Markdown; measures nothing, and has no number of its
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-__all__ = ["main", "page"]
+__all__ = ["RESULTS", "ROOT", "main", "page", "page_of", "table"]
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -69,6 +69,27 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         f"|{'|'.join(line)}|" if line[0] == "---" else f"| {text} |"
         for line, text in zip(lines, shown, strict=True)
     )
+
+
+def page_of(
+    sections: Mapping[str, Callable[[Mapping[str, Any]], str]], *, head: str, results: Path
+) -> str:
+    """Return a page of a section for each benchmark, made of the result that is there.
+
+    Args:
+        sections: what makes a section of a benchmark's result, by its name.
+        head: of the page.
+        results: folder of the results.
+    """
+    parts = [head]
+    for name, section in sections.items():
+        path = results / f"{name}.json"
+        command = f"`python -m benchmarks.{name} --json benchmarks/results/{name}.json`"
+        if path.exists():
+            parts += [section(json.loads(path.read_text())), f"Measure it again: {command}."]
+        else:
+            parts.append(f"## {name.capitalize()}\n\nNot measured yet: {command}")
+    return "\n\n".join(parts) + "\n"
 
 
 def pauses(found: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from training import Digits
 
-from elastane import AdamScale, GlobalBatch, Session
+from elastane import AdamScale, GlobalBatch, Session, _env
 from elastane import replay as replays
 from elastane._compat import TCPStore
 from elastane.elastic import following, streams
@@ -124,6 +124,16 @@ def test_what_does_not_follow_from_gradients_is_not_followed():
     model, optimizer = build("adamw", seed=0)
     scaler = torch.amp.GradScaler("cpu")
     assert not replay_of(session_of(model, optimizer, scaler=scaler)).is_possible
+
+
+def test_who_follows_is_said_in_megabytes(monkeypatch):
+    monkeypatch.delenv("ELASTANE_FOLLOW_MB", raising=False)
+    assert _env.follow_bytes() == float("inf")
+    monkeypatch.setenv("ELASTANE_FOLLOW_MB", "16")
+    assert _env.follow_bytes() == 16 * 2**20
+    monkeypatch.setenv("ELASTANE_FOLLOW_MB", "large")
+    with pytest.raises(ValueError, match=r"ELASTANE_FOLLOW_MB='large' must be a number"):
+        _env.follow_bytes()
 
 
 # Streams ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from benchmarks.adam.rules import FOUND, FOUND_LONGER
-from benchmarks.elastic_page import RESULTS, ROOT, table
+from benchmarks.elastic_page import RESULTS, ROOT, page_of, table
 from benchmarks.optimizers_page.picture import draw_study
 from benchmarks.results_page.text import origin, plus_minus, shown
 
@@ -37,15 +37,7 @@ _OWN_RULE = {"SGD": "adascale", "SGD, momentum": "adascale", "ASGD": "adascale",
 def page(results: Path) -> str:
     """Return the page made of the results that are there."""
     sections: Mapping[str, Callable[[Row], str]] = {"adam": _adam, "optimizers": _optimizers}
-    parts = [_HEAD]
-    for name, section in sections.items():
-        path = results / f"{name}.json"
-        command = f"`python -m benchmarks.{name} --json benchmarks/results/{name}.json`"
-        if path.exists():
-            parts += [section(json.loads(path.read_text())), f"Measure it again: {command}."]
-        else:
-            parts.append(f"## {name.capitalize()}\n\nNot measured yet: {command}")
-    return "\n\n".join(parts) + "\n"
+    return page_of(sections, head=_HEAD, results=results)
 
 
 def study_parts(found: Row) -> tuple[Row, dict[int, Row], Row | None, list[Row]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from benchmarks.elastic_page import RESULTS, ROOT, table
+from benchmarks.elastic_page import RESULTS, ROOT, page_of, table
 from benchmarks.speed_page.picture import draw_overhead
 from benchmarks.speed_page.verdicts import DEFAULT, EVERY, PEERS, Form, Verdict, by_form, verdicts
 
@@ -59,15 +59,7 @@ def page(results: Path) -> str:
         "loader": _loader,
         "startup": _startup,
     }
-    parts = [_HEAD]
-    for name, section in sections.items():
-        path = results / f"{name}.json"
-        command = f"`python -m benchmarks.{name} --json benchmarks/results/{name}.json`"
-        if path.exists():
-            parts += [section(json.loads(path.read_text())), f"Measure it again: {command}."]
-        else:
-            parts.append(f"## {name.capitalize()}\n\nNot measured yet: {command}")
-    return "\n\n".join(parts) + "\n"
+    return page_of(sections, head=_HEAD, results=results)
 
 
 def _overhead(found: Row) -> str:

@@ -46,8 +46,19 @@ def launch() -> Launch | None:
 
 
 def follow_bytes() -> float:
-    """Return from how many bytes of parameters on newcomers follow: `ELASTANE_FOLLOW_MB`."""
-    return float(os.environ.get("ELASTANE_FOLLOW_MB", "inf")) * 2**20
+    """Return from how many bytes of parameters on newcomers follow: `ELASTANE_FOLLOW_MB`.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    given = os.environ.get("ELASTANE_FOLLOW_MB", "inf")
+    try:
+        return float(given) * 2**20
+    except ValueError:
+        raise ValueError(
+            f"ELASTANE_FOLLOW_MB={given!r} must be a number of megabytes of parameters, from which "
+            "on newcomers follow: for example 16; leave it out, and none does"
+        ) from None
 
 
 def local_rank() -> int | None:

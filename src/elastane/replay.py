@@ -76,7 +76,7 @@ class Replay:
         return {
             "numbers": [some.start, some.stop],
             "parameters": [parameter.detach().clone() for parameter in parameters],
-            "states": [_copied(states.get(parameter, {})) for parameter in parameters],
+            "states": [_values(states.get(parameter, {})) for parameter in parameters],
         }
 
     def take_part(self, tree: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ class Replay:
             "count": count,
             "with_gradient": [n for n, one in enumerate(gradients) if one is not None],
             "gradients": [one.clone() for one in gradients if one is not None],
-            "groups": [_numbers(group) for group in self._optimizer.param_groups],
+            "groups": [_values(group) for group in self._optimizer.param_groups],
             "buffer_factors": list(buffer_factors),
         }
 
@@ -139,8 +139,13 @@ class Replay:
         }
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: v.clone() if isinstance(v, Tensor) else v for name, v in state.items()}
+def _values(of: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of a parameter's state, or of the numbers of a group."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in of.items()
+        if name != "params"
+    }
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
@@ -150,14 +155,6 @@ def _like(parameter: Tensor, value: Any) -> Any:
     if value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
 
 
 def _set_numbers(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
