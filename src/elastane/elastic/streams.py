@@ -173,6 +173,8 @@ class Taker:
         """Leave the training alone from now on."""
         with self._lock:
             self._given_up = True
+        self._ready.set()
+        self._over.set()
 
     def close(self) -> None:
         """Leave the training alone, and end the thread: where it waits it would outlive all."""
