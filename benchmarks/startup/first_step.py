@@ -65,6 +65,12 @@ def write(done: Path) -> None:
     part.replace(done)
 
 
+def _wait_for_all(folder: Path) -> None:
+    """Wait until each worker has made its step: one that leaves before can break the others'."""
+    while len([*folder.glob("*.done")]) < dist.get_world_size():
+        time.sleep(0.01)
+
+
 def main() -> None:
     way, folder = sys.argv[1:]
     done = Path(folder, f"{os.getpid()}.done")
@@ -73,6 +79,7 @@ def main() -> None:
     else:
         by_hand()
         write(done)
+        _wait_for_all(done.parent)
         dist.destroy_process_group()
 
 
