@@ -13,7 +13,7 @@ from benchmarks.overhead import methods
 from benchmarks.overhead.methods import ADAPTDL, METHODS, PLAIN, missing
 from benchmarks.overhead.models import SUBJECTS
 from benchmarks.overhead.rounds import Comparison, compare
-from benchmarks.overhead.statistics import interval_of_median, ratio_row
+from benchmarks.overhead.statistics import interval_of_mean, interval_of_median, ratio_row
 
 ROW_KEYS = "model params processes method cpu_ratio cpu_q1 cpu_q3 wall_ratio rounds"
 SIZES = {
@@ -50,6 +50,13 @@ def test_the_interval_of_the_median_holds_it_about_as_often_as_it_says():
         low, high = interval_of_median(values, seed=seed)
         held += low <= 1.0 <= high
     assert held >= 85
+
+
+def test_the_interval_of_the_mean_is_drawn_by_rounds_that_both_share():
+    plain = [1.0, 2.0, 4.0, 8.0]
+    assert interval_of_mean([3 * one for one in plain], plain) == pytest.approx((3.0, 3.0))
+    low, high = interval_of_mean([1.0] * 15 + [17.0], [1.0] * 16)
+    assert low < 2.0 < high
 
 
 def test_a_peer_that_is_not_installed_is_a_named_gap(monkeypatch):

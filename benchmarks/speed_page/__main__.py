@@ -16,7 +16,16 @@ import click
 
 from benchmarks.elastic_page import RESULTS, ROOT, page_of, table
 from benchmarks.speed_page.picture import draw_overhead
-from benchmarks.speed_page.verdicts import DEFAULT, EVERY, PEERS, Form, Verdict, by_form, verdicts
+from benchmarks.speed_page.verdicts import (
+    DEFAULT,
+    EVERY,
+    PEERS,
+    Form,
+    Verdict,
+    by_form,
+    told,
+    verdicts,
+)
 
 __all__ = ["PAGE", "PICTURE", "main", "page"]
 
@@ -72,8 +81,9 @@ def _overhead(found: Row) -> str:
         "reads each micro-gradient and the mean gradient once more; `floor, mean only` reads the "
         "mean alone, which is what is left to do in a step that is not measured: whether it is "
         "finite must be known, and its norm comes with it. `elastane` measures as seldom as the "
-        "noise allows, the default; its number is the mean over all blocks, as few of its steps "
-        "are measured. A star marks a median whose 95 % interval is wider than a point.",
+        "noise allows, the default, with clipping or without; its number is the mean over all "
+        "blocks, as few of its steps are measured. A star marks a number whose 95 % interval is "
+        "wider than a point.",
     ]
     for form, title in FORMS.items():
         models = by_form(rows).get(form, {})
@@ -93,8 +103,8 @@ def _overhead(found: Row) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return "–"
-    value = row["cpu_mean"] if row["method"] == DEFAULT else row["cpu_ratio"]
-    return f"{value:.3f}{'' if row['resolved'] else '*'}"
+    found = told(row)
+    return f"{found.ratio:.3f}{'' if found.is_resolved else '*'}"
 
 
 def _goals(found: Sequence[Verdict]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results_page.pictures import COLORS, grid, label_axes, save_with_legend
-from benchmarks.speed_page.verdicts import DEFAULT, EVERY, PEERS, by_form
+from benchmarks.speed_page.verdicts import DEFAULT, EVERY, PEERS, by_form, told
 
 __all__ = ["draw_overhead"]
 
@@ -35,19 +35,21 @@ def draw_overhead(
     for axes, form in zip(panels, shown, strict=True):
         models = forms[form]
         places = range(len(models))
-        floors = [methods[_FLOOR]["cpu_ratio"] - 1 for methods in models.values()]
+        floors = [told(methods[_FLOOR]).ratio - 1 for methods in models.values()]
         axes.bar(places, floors, bottom=1.0, color=_FLOOR_COLOR, width=0.8, label="floor")
         axes.axhline(1.0, color=_GOAL_COLOR, lw=0.8)
         for index, name in enumerate(_DRAWN):
             known = [
-                (x, m[name]) for x, m in zip(places, models.values(), strict=True) if name in m
+                (x, told(m[name]))
+                for x, m in zip(places, models.values(), strict=True)
+                if name in m
             ]
             axes.errorbar(
                 [x + _APART * (index - 1.5) for x, _ in known],
-                [row["cpu_ratio"] for _, row in known],
+                [one.ratio for _, one in known],
                 yerr=[
-                    [row["cpu_ratio"] - row["cpu_q1"] for _, row in known],
-                    [row["cpu_q3"] - row["cpu_ratio"] for _, row in known],
+                    [one.ratio - one.low for _, one in known],
+                    [one.high - one.ratio for _, one in known],
                 ],
                 fmt="o",
                 ms=3.0,

@@ -9,7 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DEFAULT", "EVERY", "PEERS", "SHARED", "Form", "Verdict", "by_form", "verdicts"]
+__all__ = [
+    "DEFAULT",
+    "EVERY",
+    "PEERS",
+    "Form",
+    "Told",
+    "Verdict",
+    "by_form",
+    "told",
+    "verdicts",
+]
 
 Row = Mapping[str, Any]
 Form = tuple[int, int, bool]
@@ -45,6 +55,40 @@ class Verdict:
         return self.found <= self.bound
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """A method's ratio, and how sure it is.
+
+    Attributes:
+        ratio: processor time over that of a plain step.
+        low: lower end of its 95 % interval.
+        high: upper end.
+        is_resolved: whether the interval is narrower than a point.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    is_resolved: bool
+
+
+def told(row: Row) -> Told:
+    """Return a row's number: the median of the rounds.
+
+    Of methods that measure few of their steps it is the mean: the median would see the others.
+    """
+    if row["method"] in (DEFAULT, SHARED):
+        middle, ends, resolved = "cpu_mean", "cpu_mean", "mean_resolved"
+    else:
+        middle, ends, resolved = "cpu_ratio", "cpu", "resolved"
+    return Told(
+        ratio=row[middle],
+        low=row[f"{ends}_low"],
+        high=row[f"{ends}_high"],
+        is_resolved=row[resolved],
+    )
+
+
 def by_form(rows: Sequence[Row]) -> dict[Form, dict[str, dict[str, Row]]]:
     """Return the rows by form, model and method. AdaptDL's own plain rows are left out."""
     least: dict[str, int] = {}
@@ -60,10 +104,7 @@ def by_form(rows: Sequence[Row]) -> dict[Form, dict[str, dict[str, Row]]]:
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """Return each goal in each comparison that has its rows.
-
-    Of the default, which measures few of the steps, all rounds together count, not their median.
-    """
+    """Return each goal in each comparison that has its rows."""
     return [
         verdict
         for form, models in by_form(rows).items()
@@ -78,14 +119,14 @@ def _verdicts(model: str, form: Form, methods: Mapping[str, Row]) -> Iterator[Ve
 
     parameters = next(iter(methods.values()))["params"]
     if DEFAULT in methods:
-        found = methods[DEFAULT]["cpu_mean"]
+        found = told(methods[DEFAULT]).ratio
         bound = next(bound for most, bound in _BY_PARAMETERS if parameters < most)
         yield verdict("default", found, bound)
         for peer in PEERS:
             if peer in methods:
-                yield verdict(f"default, beside {peer}", found, methods[peer]["cpu_ratio"])
+                yield verdict(f"default, beside {peer}", found, told(methods[peer]).ratio)
     if EVERY in methods and "floor" in methods:
-        bound = methods["floor"]["cpu_ratio"] + _POINTS_ABOVE_FLOOR
-        yield verdict("every step", methods[EVERY]["cpu_ratio"], round(bound, 4))
+        bound = told(methods["floor"]).ratio + _POINTS_ABOVE_FLOOR
+        yield verdict("every step", told(methods[EVERY]).ratio, round(bound, 4))
     if SHARED in methods and parameters > _LARGE:
-        yield verdict("shared clipping", methods[SHARED]["over_clipped_median"], _MOST_SHARED)
+        yield verdict("shared clipping", methods[SHARED]["over_clipped_mean"], _MOST_SHARED)
