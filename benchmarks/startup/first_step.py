@@ -80,7 +80,7 @@ def main() -> None:
         by_hand()
         write(done)
         _wait_for_all(done.parent)
-        dist.destroy_process_group()
+        os._exit(0)  # not by way of the group's end, where torch 2.13 aborts now and then
 
 
 if __name__ == "__main__":
