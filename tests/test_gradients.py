@@ -17,9 +17,11 @@ from torch import nn
 from workers import run_workers
 
 from elastane import step_sums
+from elastane._compat import remove_hooks
 from elastane.errors import CommunicationError, UnsupportedError, UsageError
 from elastane.gradients import GradientTap
 from elastane.noise import MomentAverage, Moments, estimate_moments, gain, total_moments
+from elastane.norms import squared_norm_twin
 from elastane.peers import Peers
 from elastane.replica import wrap
 from elastane.step_sums import StepSums, as_vector
@@ -908,10 +910,13 @@ def break_collectives(monkeypatch, number, breaker, *, only):
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("only", [False, True])
 @pytest.mark.parametrize("measure", [True, False])
+@pytest.mark.parametrize("is_carried", [True, False])
 def test_a_communication_error_is_raised_by_settle_and_never_in_backward(
-    breaker, number, only, measure, group, monkeypatch
+    breaker, number, only, measure, is_carried, group, monkeypatch
 ):
-    """Number 0 and 1 are buckets; 2 is a third one, or the small reduction."""
+    """Number 0 and 1 are buckets; 2 is the small reduction, if no bucket carries it."""
+    if not is_carried:
+        monkeypatch.setattr("elastane.carrier.MOST_ELEMENTS", 0)
     model, batches = make_model(), make_batches([2, 1])
     groups = [list(model.parameters())]
     tap, wrapper = attach(model, group=group, bucket_cap_mb=1e-4)
@@ -925,9 +930,10 @@ def test_a_communication_error_is_raised_by_settle_and_never_in_backward(
         tap.begin(batch_samples=2, measure=measure)
         tap.begin_micro_batch(2)
         F.mse_loss(wrapper(batches[0][0]), batches[0][1]).backward()
-        if not measure and number == num_buckets:
-            assert tap.settle().finite  # there is no small reduction that could break
-        for _ in range(2 if measure or number < num_buckets else 0):
+        is_whole = is_carried and number == num_buckets
+        if is_whole:
+            assert tap.settle().finite
+        for _ in range(0 if is_whole else 2):
             with pytest.raises(CommunicationError, match="broke in this step"):
                 tap.settle()
     measurement = run_window(tap, wrapper, batches, weights=[2, 1])
@@ -941,7 +947,7 @@ def test_numbers_and_scalars_of_the_device_make_one_vector_of_doubles():
     assert vector.tolist() == [1.5, 2.5, 1.0, 3.0, -4.0, 5.0, 6.0]
 
 
-# What rides on the first bucket
+# What rides on a bucket
 
 
 def reductions_of(monkeypatch):
@@ -960,7 +966,7 @@ def reductions_of(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.parametrize("measure", [True, False])
 @pytest.mark.parametrize("on_host", [True, False])
-def test_a_step_that_is_not_measured_has_no_reduction_of_its_own(
+def test_a_step_has_no_reduction_of_its_own_where_a_bucket_can_carry_its_numbers(
     dtype, options, measure, on_host, group, monkeypatch
 ):
     monkeypatch.setattr(step_sums, "reads_at_once", lambda _device: on_host)
@@ -974,8 +980,7 @@ def test_a_step_that_is_not_measured_has_no_reduction_of_its_own(
         batches = make_batches([2, 1], seed=number, dtype=dtype)
         measurement = run_window(tap, wrapper, batches, weights=[2, 1], measure=measure)
         num_buckets = len(tap._sums._means)
-        is_carried = not measure and dtype != torch.bfloat16
-        assert len(sizes) == num_buckets + (not is_carried)
+        assert len(sizes) == num_buckets + (dtype == torch.bfloat16)
         assert measurement.extras == (1.5, 3.0)
         assert (measurement.weight, measurement.num_gradients) == (3.0, 2)
         assert len(calls) == number + 1
@@ -985,13 +990,62 @@ def test_a_step_that_is_not_measured_has_no_reduction_of_its_own(
         assert torch.allclose(parameter.grad.double(), gradient, rtol=rel, atol=rel)
 
 
-def test_a_large_first_bucket_is_not_copied(group, monkeypatch):
+@pytest.mark.parametrize("measure", [True, False])
+def test_a_large_bucket_is_not_copied(measure, group, monkeypatch):
     monkeypatch.setattr("elastane.carrier.MOST_ELEMENTS", 3)
     model, batches = make_model(), make_batches([2, 1])
     tap, wrapper = attach(model, group=group)
     sizes = reductions_of(monkeypatch)
-    run_window(tap, wrapper, batches, weights=[2, 1], measure=False)
+    run_window(tap, wrapper, batches, weights=[2, 1], measure=measure)
     assert len(sizes) == len(tap._sums._means) + 1
+
+
+@pytest.mark.parametrize(("measure", "carrying"), [(True, -1), (False, 0)])
+def test_the_last_bucket_carries_what_was_measured_and_else_the_first(
+    measure, carrying, group, monkeypatch
+):
+    model, batches = make_model(), make_batches([2, 1])
+    tap, wrapper = attach(model, group=group, extras=lambda: (1.5,), bucket_cap_mb=1e-4)
+    for _ in range(2):
+        run_window(tap, wrapper, batches, weights=[2, 1])
+    sizes = reductions_of(monkeypatch)
+    run_window(tap, wrapper, batches, weights=[2, 1], measure=measure)
+    told = 1 + 3 + 1  # a group's norm, counts and flag, and the extra value
+    assert sum(sizes) == sum(p.numel() for p in model.parameters()) + told
+    vector = tap._carrier.vector
+    assert vector is not None
+    assert len(sizes) > 1
+    assert len(tap._carrier.gradients) + told == sizes[carrying]
+
+
+@pytest.mark.parametrize("measure", [True, False])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("is_carried", [True, False])
+def test_gradients_that_are_changed_before_settling_do_not_change_the_norm(
+    measure, options, is_carried, group, monkeypatch
+):
+    if not is_carried:
+        monkeypatch.setattr("elastane.carrier.MOST_ELEMENTS", 0)
+    model, ((inputs, targets),) = make_model(), make_batches([2])
+    tap, wrapper = attach(model, group=group, **options)
+    tap.begin(batch_samples=2, measure=measure)
+    tap.begin_micro_batch(2)
+    F.mse_loss(wrapper(inputs), targets).backward()
+    whole = sum(squared_norm_twin(p.grad) for p in model.parameters())
+    for parameter in model.parameters():
+        parameter.grad.mul_(3)
+    assert tap.settle().mean_sqr_norms == pytest.approx((whole,), rel=1e-6)
+
+
+def test_a_bucket_with_parameters_outside_the_optimizer_is_looked_into(group):
+    model, ((inputs, targets),) = make_model(), make_batches([2])
+    own, *others = model.parameters()
+    for groups in ([[own]], [[own, *others]], [[own], others]):
+        tap, wrapper = attach(model, group=group, groups=groups)
+        measurement = run_window(tap, wrapper, [(inputs, targets)], weights=[2])
+        found = [sum(squared_norm_twin(p.grad) for p in some) for some in groups]
+        assert measurement.mean_sqr_norms == pytest.approx(found, rel=1e-6)
+        remove_hooks(wrapper)
 
 
 def test_two_averaged_backwards_of_a_step_that_is_not_measured_are_a_usage_error(group):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from elastane import norms
 from elastane.norms import (
     ROW,
     Run,
@@ -59,7 +60,7 @@ def test_the_tail_counts_once():
     tensor[-1] = 3.0
     assert float(squared_norm(tensor)) == 9.0
     tensor[-1], tensor[ROW - 1], tensor[ROW] = 0.0, 2.0, 1.0
-    assert float(squared_norm(tensor)) == 5.0
+    assert float(squared_norm(tensor)) == pytest.approx(5.0, rel=1e-15)
 
 
 LAYOUTS = {
@@ -148,8 +149,28 @@ def test_sums_of_squares_beyond_float32_do_not_overflow(size):
 
 
 def test_a_list_whose_sum_is_beyond_float32_does_not_overflow():
-    tensors = [torch.full((100,), 1e18)] * 100  # 1e38 each, 1e40 in all
-    assert float(squared_norm_of_all(tensors)) == pytest.approx(1e40, rel=LOOSE)
+    tensors = [torch.full((100,), 2.5e17)] * 100  # 6e38 in all; each row below float32's end
+    assert float(squared_norm_of_all(tensors)) == pytest.approx(1e4 * 6.25e34, rel=LOOSE)
+
+
+def test_small_tensors_are_read_together_in_bounded_pieces(monkeypatch):
+    sizes, pieces = [40, 7, 30, 25, 3, 90, 60, 1], []
+    monkeypatch.setattr("elastane.norms._SMALL", 50)
+    monkeypatch.setattr("elastane.norms._MOST_TOGETHER", 64)
+    real = norms.flatten_together
+    monkeypatch.setattr(norms, "flatten_together", lambda some: pieces.append(some) or real(some))
+    tensors = [normal(size, seed=size) for size in sizes]
+    expected = sum(squared_norm_twin(tensor) for tensor in tensors)
+    assert float(squared_norm_of_all(tensors)) == pytest.approx(expected, rel=LOOSE)
+    assert [[len(one) for one in some] for some in pieces] == [[40, 7], [30, 25, 3, 1]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_may_be_read_with_others(layout):
+    tensor, other = LAYOUTS[layout](), normal(500, seed=1)
+    expected = squared_norm_twin(tensor) + squared_norm_twin(other)
+    found = squared_norm_of_all([other, tensor, other[:0]])
+    assert float(found) == pytest.approx(expected, rel=LOOSE)
 
 
 @pytest.mark.parametrize("size", [100, 5000])

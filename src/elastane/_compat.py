@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _flatten_dense_tensors
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -25,12 +26,12 @@ __all__ = [
     "Store",
     "TCPStore",
     "collates_by_stacking",
+    "flatten_together",
     "foreach_add_",
     "foreach_addcmul_",
     "foreach_lerp_",
     "foreach_mul",
     "foreach_mul_",
-    "foreach_norm",
     "foreach_zero_",
     "forget_unscaling",
     "held_by_modules",
@@ -51,7 +52,7 @@ foreach_mul: Callable[..., list[torch.Tensor]] = torch._foreach_mul  # pyright: 
 foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 foreach_lerp_: Callable[..., None] = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
 foreach_mul_: Callable[..., None] = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
-foreach_norm: Callable[..., list[torch.Tensor]] = torch._foreach_norm  # pyright: ignore
+flatten_together: Callable[..., torch.Tensor] = _flatten_dense_tensors
 FileStore = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
 HashStore = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]

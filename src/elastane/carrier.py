@@ -18,7 +18,9 @@ class Carrier:
     """A buffer for a bucket and a vector behind it. It is kept, so no step allocates one."""
 
     def __init__(self) -> None:
-        self._buffer = torch.zeros(0)
+        self._buffer = self._numbers = torch.zeros(0)
+        self.gradients = self._buffer
+        """Where the bucket lies in what `load` returned."""
         self.vector: Tensor | None = None
         """What rides behind the bucket, in the bucket's precision; `None` if nothing does."""
 
@@ -33,8 +35,9 @@ class Carrier:
         kept = self._buffer
         if (len(kept), kept.dtype, kept.device) != (size, bucket.dtype, bucket.device):
             self._buffer = bucket.new_empty(size)
-        self._buffer[:length] = bucket
-        self.vector = self._buffer[length:]
+            self.gradients, self._numbers = self._buffer.split([length, size - length])
+        self.gradients.copy_(bucket)
+        self.vector = self._numbers
         self.vector.copy_(vector)
         return self._buffer
 

@@ -38,6 +38,7 @@ class Follower:
     def __init__(self, optimizer: AnyOptimizer, follow: Follow) -> None:
         self._optimizer = optimizer
         self._follow = follow
+        self._is_idle = follow == Follow()
         self._weights: list[MomentWeights] | None = None
 
     @contextmanager
@@ -53,7 +54,7 @@ class Follower:
             factors: on the learning rate, for each group or a single one for all.
             progress: base steps that the step is worth.
         """
-        if self._follow == Follow():
+        if self._is_idle:
             yield
             return
         groups = self._optimizer.param_groups

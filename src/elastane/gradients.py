@@ -38,9 +38,10 @@ class GradientTap(Window):
     hook, the weighted sum of the others is added to the bucket, and the buckets are SUM-reduced:
     an average over samples, also with unequal workers. One small float64 SUM reduction a step,
     launched behind the last bucket, carries the statistics, a count of ranks with gradients that
-    are not finite, and the extra values. In a step that is not measured all of this is known
-    before backward, so the first bucket carries it along where it is small and of float32 or
-    float64: a reduction of its own costs more than the rest of what is done here.
+    are not finite, and the extra values. All of this is known when the
+    last bucket goes, and in a step that is not measured when the first does: that bucket carries
+    it along if it is small and of float32 or float64, as a reduction of its own costs more than
+    the rest of what is done here.
 
     No communication error is raised inside the user's backward: the hook hands the local bucket
     back and `settle` raises.
@@ -67,6 +68,7 @@ class GradientTap(Window):
     ) -> None:
         self._extras, self._arrived, self._has_squares = extras, arrived, squares
         self._carrier = Carrier()
+        self._averaged: Sequence[Tensor] = ()
         self._finds_unused = self._has_bucket_views = False
         self.set_groups(groups)
         self.begin(batch_samples=1.0)
@@ -76,6 +78,7 @@ class GradientTap(Window):
         self._parameters = [list(dict.fromkeys(group)) for group in groups]
         self._every = [parameter for group in self._parameters for parameter in group]
         self._norms = GroupNorms(self._parameters)
+        self._norms.expect(self._averaged)
         self._squares = SquareSums(self._every) if self._has_squares else None
 
     def precondition(self, factors: Mapping[int, Tensor]) -> None:
@@ -97,6 +100,8 @@ class GradientTap(Window):
         self._peers = peers
         self._finds_unused = replica.find_unused_parameters
         self._has_bucket_views = replica.gradient_as_bucket_view
+        self._averaged = list(replica.parameters())
+        self._norms.expect(self._averaged)
         replica.register_comm_hook(self, _average_bucket)
 
     def detach(self) -> None:
@@ -104,6 +109,7 @@ class GradientTap(Window):
         self._peers = None
         self._carrier = Carrier()  # an operation that was given up may still write to it
         self._squares = SquareSums(self._every) if self._has_squares else None
+        self._averaged = ()
         self._finds_unused = self._has_bucket_views = False
         self.begin(batch_samples=1.0)
 
@@ -119,6 +125,7 @@ class GradientTap(Window):
         self._sums = StepSums(len(self._parameters))
         self._small: tuple[Tensor, dist.Work | None] | None = None
         self._waits: list[dist.Work] = []
+        self._unread: list[Callable[[], None]] = []
         if self._squares is not None:
             self._squares.clear()
         self._carrier.unload()
@@ -251,11 +258,13 @@ class GradientTap(Window):
 
     def _reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        runs, views = self._norms.runs_of(bucket), self._views_of(bucket)
+        runs, views = self._norms.runs_of(bucket, length=len(buffer)), self._views_of(bucket)
         self._reduced_twice |= self._small is not None
         if self._weight:
             if self._measure:
-                self._sums.add_local(self._norms.local_of(bucket), factor=self._norm_weight)
+                self._sums.add_local(
+                    self._norms.local_of(buffer, runs, views), factor=self._norm_weight
+                )
             if self._squares is not None:
                 self._squares.add(views, factor=self._norm_weight)
             if self._share != 1:
@@ -265,11 +274,12 @@ class GradientTap(Window):
         if self._set_aside:
             self._add_set_aside(bucket)
         mean, carrier = buffer, self._carrier
-        if bucket.index() == 0 and not self._measure and carrier.takes(buffer):
+        is_known = bucket.is_last() if self._measure else bucket.index() == 0
+        if is_known and carrier.takes(buffer):
             weight = self._total_weight + self._weight
             count = self._num_gradients + (self._weight > 0)
             buffer = carrier.load(buffer, self._vector(weight, count, buffer.device))
-            mean = buffer[: len(mean)]
+            mean = carrier.gradients
         measured = partial(self._measure_mean, bucket.index(), mean, runs, views)
         future = self._all_reduce(buffer, then=measured)
         if bucket.is_last():
@@ -329,10 +339,15 @@ class GradientTap(Window):
         views: Mapping[int, Tensor],
         failure: str | None,
     ) -> Tensor:
-        if failure is None:
+        def read() -> None:
             self._sums.set_mean(index, self._norms.mean_of(buffer, runs, views))
-        else:
+
+        if failure is not None:
             self._failure = failure
+        elif len(buffer) > _SHORT or self._has_bucket_views:
+            read()
+        else:
+            self._unread.append(read)
         return buffer
 
     def _launch_squares(self) -> None:
@@ -359,6 +374,9 @@ class GradientTap(Window):
                 self._failure = self._peers.breaker.outcome(one, on_host=not vector.is_cuda)
         if self._failure is not None:
             raise CommunicationError(_BROKEN.format(cause=self._failure))
+        for read in self._unread:
+            read()
+        self._unread = []
         reduced, means, known_scale = self._sums.read(vector, loss_scale)
         groups = len(self._parameters)
         measurement = read_measurement(
@@ -379,6 +397,9 @@ def _average_bucket(tap: GradientTap, bucket: GradBucket) -> torch.futures.Futur
     """DDP's communication hook; it wants its second parameter to be called `bucket`."""
     return tap._reduce_bucket(bucket)
 
+
+_SHORT = 1 << 19
+"""Elements of a bucket that is not worth another thread's work while the next ones travel."""
 
 _BROKEN = (
     "the process group broke in this step, which this worker has not committed: {cause}. Usually "

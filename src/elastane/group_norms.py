@@ -5,7 +5,7 @@ Knows parameters and the layout of buckets; nothing of micro-batches, weights or
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,14 @@ class GroupNorms:
         self._groups = [[id(parameter) for parameter in group] for group in groups]
         self._group_of = {one: number for number, group in enumerate(self._groups) for one in group}
         self._runs: dict[tuple[int, ...], Sequence[Run]] = {}
+        self._is_uniform = False
         self._factors: Mapping[int, Tensor] = {}
+
+    def expect(self, parameters: Iterable[Tensor]) -> None:
+        """Know whose gradients buckets will hold; in one group, no bucket need be looked into."""
+        self._is_uniform = len(self._groups) == 1 and all(
+            id(parameter) in self._group_of for parameter in parameters
+        )
 
     def precondition(self, factors: Mapping[int, Tensor]) -> None:
         """Multiply gradients by these, element by element, before they are measured.
@@ -52,25 +59,30 @@ class GroupNorms:
         plain = self._by_group(gradients)
         return torch.cat([plain, self.local(gradients)]) if self._factors else plain
 
-    def local_of(self, bucket: GradBucket) -> Tensor:
-        """Return what a bucket adds to `local`."""
-        if self._factors:
-            return self.local(views_of(bucket))
-        return self._of_buffer(bucket.buffer(), self.runs_of(bucket))
-
-    def mean_of(self, buffer: Tensor, runs: Sequence[Run], views: Mapping[int, Tensor]) -> Tensor:
-        """Return what a bucket's mean adds to `mean`.
+    def local_of(self, buffer: Tensor, runs: Sequence[Run], views: Mapping[int, Tensor]) -> Tensor:
+        """Return what a bucket adds to `local`.
 
         Args:
             buffer: of the bucket.
             runs: `runs_of` it.
-            views: of its parameters' gradients, by their ids.
+            views: of its parameters' gradients, by their ids; read if gradients are preconditioned.
         """
+        return self.local(views) if self._factors else self._of_buffer(buffer, runs)
+
+    def mean_of(self, buffer: Tensor, runs: Sequence[Run], views: Mapping[int, Tensor]) -> Tensor:
+        """Return what a bucket's mean adds to `mean`; arguments as in `local_of`."""
         plain = self._of_buffer(buffer, runs)
         return torch.cat([plain, self.local(views)]) if self._factors else plain
 
-    def runs_of(self, bucket: GradBucket) -> Sequence[Run]:
-        """Return the stretches of a bucket's groups; its parameters change once at most."""
+    def runs_of(self, bucket: GradBucket, *, length: int) -> Sequence[Run]:
+        """Return the stretches of a bucket's groups; its parameters change once at most.
+
+        Args:
+            bucket: of DDP.
+            length: elements of its buffer.
+        """
+        if self._is_uniform:
+            return [Run(0, 0, length)]
         parameters = bucket.parameters()
         ids = tuple(map(id, parameters))
         runs = self._runs.get(ids)

@@ -5,13 +5,13 @@ Free functions on tensors; knows nothing of buckets, workers or statistics.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from elastane._compat import foreach_norm
+from elastane._compat import flatten_together
 
 __all__ = [
     "ROW",
@@ -26,6 +26,8 @@ __all__ = [
 ROW = 4096
 """Elements summed in the gradient's own precision before float64 takes over."""
 
+_SMALL, _MOST_TOGETHER = 1 << 16, 1 << 20
+"""Elements of a tensor that is copied, to be read with others; and of what is read at once."""
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
@@ -33,39 +35,56 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 def squared_norm(tensor: Tensor) -> Tensor:
     """Return `|x|^2` as a float64 scalar on the tensor's device, without waiting for it.
 
-    Norms of rows of 4096 elements, squared and summed in float64. One float32 dot over 25 million
-    random elements is wrong by 1e-3; this by 1e-8, at the same price (a single row by 1e-6, whose
-    rounding the others average out). Half precision is summed in float32.
+    Norms of rows of 4096 elements, squared and summed in float64, as is what is left behind the
+    last row. One float32 dot over 25 million random elements is wrong by 1e-3; this by 1e-8, at the
+    same price (a single row by 1e-6, whose rounding the others average out). Rows of half precision
+    are summed in float32.
 
     Args:
         tensor: any shape; overflows to infinity only where a row's norm leaves float32.
     """
     flat = _flat(tensor)
-    dtype = torch.float32 if flat.dtype in _HALF else None
     whole = flat.numel() // ROW * ROW
     if whole == 0:
-        return torch.linalg.vector_norm(flat, dtype=dtype).double().square()
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=dtype)
-    total = rows.double().square().sum()
+        return _in_float64(flat)
+    dtype = torch.float32 if flat.dtype in _HALF else None
+    total = _in_float64(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=dtype))
     if whole < flat.numel():
-        total += torch.linalg.vector_norm(flat[whole:], dtype=dtype).double().square()
+        total += _in_float64(flat[whole:])
     return total
 
 
+def _in_float64(few: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(few, dtype=torch.float64).square()
+
+
 def squared_norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of `squared_norm` over tensors on one device; small ones go in one call."""
-    small: list[Tensor] = []
-    parts: list[Tensor] = []
-    for tensor in tensors:
-        if tensor.numel() > ROW:
-            parts.append(squared_norm(tensor))
-        else:
-            small.append(tensor)
-    if small:
-        if not _HALF.isdisjoint([tensor.dtype for tensor in small]):
-            small = [t.float() if t.dtype in _HALF else t for t in small]
-        parts.append(torch.stack(foreach_norm(small)).double().square().sum())
+    """Return the sum of `squared_norm` over tensors on one device.
+
+    Small ones are copied behind one another first: a call for each of them costs more.
+    """
+    parts = [squared_norm(flat) for flat in _flattened(tensors)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+
+def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield large tensors as they are, and small ones of a dtype together, a bounded number."""
+    waiting: dict[torch.dtype, list[Tensor]] = {}
+    lengths: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        size, dtype = tensor.numel(), tensor.dtype
+        if size > _SMALL:
+            yield tensor
+            continue
+        together = waiting.setdefault(dtype, [])
+        lengths[dtype] = lengths.get(dtype, 0) + size
+        if lengths[dtype] > _MOST_TOGETHER:
+            yield flatten_together(together)
+            waiting[dtype], lengths[dtype] = [tensor], size
+        else:
+            together.append(tensor)
+    for together in waiting.values():
+        yield together[0] if len(together) == 1 else flatten_together(together)
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,7 @@ class Stepper:
         loss_sum, loss_weight, *rest = measurement.extras
         told, extras = rest[: self._layers.num_told], rest[self._layers.num_told :]
         moments, by_layers = measurement.moments(), None
-        if moments is None and measurement.num_gradients == 1:
+        if moments is None and self._by_layers and measurement.num_gradients == 1:
             by_layers = self._layers.moments(told, batch_samples=measurement.batch_samples)
         decision = self.controller.decide(
             moments or by_layers,
