@@ -118,6 +118,36 @@ def test_sums_tell_a_single_bit():
     assert bits_of(session) != before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 33])
+def test_sums_do_not_depend_on_where_a_tensor_lies(dtype, size):
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size)).mul(50).to(dtype)
+    wanted = replays._sum_of_bits(values)
+    for shift in (1, 2, 3, 4):
+        shifted = torch.zeros(size + shift, dtype=dtype)[shift:].copy_(values)
+        assert replays._sum_of_bits(shifted) == wanted
+    for place in range(size):
+        other = values.clone()
+        other[place] += 1
+        assert replays._sum_of_bits(other) != wanted
+
+
+def test_the_memory_of_a_step_that_is_sent_is_used_again():
+    session = session_of(*build("sgd", seed=0))
+    shown = replay_of(session)
+    for parameter in session.model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    first = shown.step(4, [1.0])
+    places = [one.data_ptr() for one in first["gradients"]]
+    assert [one.data_ptr() for one in shown.step(4, [1.0])["gradients"]] != places
+    shown.have_back(first)
+    again = shown.step(4, [1.0])
+    assert [one.data_ptr() for one in again["gradients"]] == places
+    for parameter, gradient in zip(session.model.parameters(), again["gradients"], strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(gradient, parameter.grad)
+
+
 def test_what_does_not_follow_from_gradients_is_not_followed():
     model, optimizer = build("adamw", seed=0)
     assert replay_of(session_of(model, optimizer)).is_possible
@@ -128,9 +158,10 @@ def test_what_does_not_follow_from_gradients_is_not_followed():
 
 def test_who_follows_is_said_in_megabytes(monkeypatch):
     monkeypatch.delenv("ELASTANE_FOLLOW_MB", raising=False)
-    assert _env.follow_bytes() == float("inf")
-    monkeypatch.setenv("ELASTANE_FOLLOW_MB", "16")
-    assert _env.follow_bytes() == 16 * 2**20
+    assert _env.follow_bytes() == 64 * 2**20
+    for given, wanted in (("16", 16 * 2**20), ("", 64 * 2**20), ("inf", float("inf"))):
+        monkeypatch.setenv("ELASTANE_FOLLOW_MB", given)
+        assert _env.follow_bytes() == wanted
     monkeypatch.setenv("ELASTANE_FOLLOW_MB", "large")
     with pytest.raises(ValueError, match=r"ELASTANE_FOLLOW_MB='large' must be a number"):
         _env.follow_bytes()
@@ -147,6 +178,7 @@ class Tape:
 
     def __init__(self, value: float) -> None:
         self.value = torch.tensor([value])
+        self.returned: list[float] = []
 
     def parts(self):
         return [range(0, 1)]
@@ -162,6 +194,9 @@ class Tape:
 
     def step(self, _count, _buffer_factors):
         return {"factor": 3.0}
+
+    def have_back(self, step):
+        self.returned.append(step["factor"])
 
     def take_step(self, tree):
         self.value = self.value * tree["factor"] % 1009
@@ -213,6 +248,7 @@ def test_a_stream_ends_where_the_member_stands(connect):
     assert taker.wait_over(20)
     assert (taker.turns, taker.failure) == (41, None)
     assert torch.equal(theirs.value, ours.value)
+    assert set(ours.returned) == {3.0}
 
 
 def test_a_change_outside_of_steps_is_found_out(connect):

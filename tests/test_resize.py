@@ -88,7 +88,14 @@ def test_a_step_that_ends_between_the_event_and_its_effect_splits_the_gap():
 def test_the_shorter_of_the_two_usual_steps_is_taken_off():
     fewer_workers = after(10.5, seconds=0.02)
 
-    assert measure(event(), {1: [*before(), *fewer_workers]}).pause_ms == pytest.approx(480)
+    found = measure(event(), {1: [*before(), *fewer_workers]})
+    assert found.pause_ms == found.beyond_next_ms == pytest.approx(480)
+
+
+def test_where_more_workers_make_longer_steps_it_is_told_how_much_of_the_gap_is_one_of_those():
+    found = measure(event(), {1: [*before(), *after(10.5, seconds=0.3)]})
+    assert found.pause_ms == pytest.approx(400)
+    assert found.beyond_next_ms == pytest.approx(200)
 
 
 def test_the_limit_that_a_job_was_told_to_wait_is_taken_off_but_not_from_the_raw_pause():
@@ -208,6 +215,7 @@ def change(kind="join", pause_ms=10.0, **fields):
     defaults = {
         "workers": 2,
         "raw_ms": pause_ms,
+        "beyond_next_ms": pause_ms - 1,
         "median_step_ms": 5.0,
         "undisturbed_ms": 1.0,
         "discarded_steps": 0,
@@ -219,7 +227,8 @@ def change(kind="join", pause_ms=10.0, **fields):
 def test_changes_are_summed_up_as_median_and_maximum():
     rows = [change(pause_ms=ms, discarded_steps=1) for ms in (30.0, 10.0, 80.0)]
 
-    assert summarize(rows) == {"n": 3, "median_ms": 30.0, "max_ms": 80.0, "discarded_steps": 3}
+    found = {"n": 3, "median_ms": 30.0, "max_ms": 80.0, "median_beyond_next_ms": 29.0}
+    assert summarize(rows) == found | {"discarded_steps": 3}
     assert summarize([])["median_ms"] is None
 
 

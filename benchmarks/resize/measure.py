@@ -99,6 +99,8 @@ class Change:
         raw_ms: longest gap between two finished steps of a survivor, without its median step;
             of the survivor that waited longest.
         pause_ms: the same without the time that the job was told to wait.
+        beyond_next_ms: the same, but without a median step of the group that came after: what the
+            change itself cost where steps of more workers on these processors take longer.
         median_step_ms: the median step that was taken off.
         undisturbed_ms: the same measure over as many steps shortly before the event.
         discarded_steps: steps that broke and were made again.
@@ -110,6 +112,7 @@ class Change:
     workers: int
     raw_ms: float
     pause_ms: float
+    beyond_next_ms: float
     median_step_ms: float
     undisturbed_ms: float
     discarded_steps: int
@@ -123,6 +126,7 @@ class _Wait:
 
     gap_s: float
     step_s: float
+    next_step_s: float
     undisturbed_s: float
 
 
@@ -144,6 +148,7 @@ def measure(event: Event, records: Records) -> Change:
         workers=len(event.survivors) + len(event.joined),
         raw_ms=1e3 * raw_s,
         pause_ms=1e3 * (raw_s - event.limit_s),
+        beyond_next_ms=1e3 * (worst.gap_s - worst.next_step_s - event.limit_s),
         median_step_ms=1e3 * worst.step_s,
         undisturbed_ms=1e3 * max(wait.undisturbed_s for wait in waits),
         discarded_steps=max(_discarded(event, records[worker]) for worker in event.survivors),
@@ -189,6 +194,9 @@ def summarize(changes: Iterable[Change]) -> dict[str, float | int | None]:
         "n": len(rows),
         "median_ms": round(statistics.median(pauses), 1) if rows else None,
         "max_ms": round(max(pauses), 1) if rows else None,
+        "median_beyond_next_ms": round(statistics.median(r.beyond_next_ms for r in rows), 1)
+        if rows
+        else None,
         "discarded_steps": sum(row.discarded_steps for row in rows),
     }
 
@@ -211,10 +219,12 @@ def _wait(event: Event, steps: Sequence[Line]) -> _Wait:
     usual = _gaps(before)
     # Workers share the processors: with fewer of them steps are shorter. What is taken off is
     # the shorter of the two, so that this doesn't look like a shorter pause.
-    step_s = min(statistics.median(one) for one in (usual, _gaps(after[: STEPS_AFTER + 1])) if one)
+    next_step_s = statistics.median(_gaps(after[: STEPS_AFTER + 1]))
+    step_s = min(statistics.median(usual), next_step_s) if usual else next_step_s
     return _Wait(
         gap_s=max(gaps),
         step_s=step_s,
+        next_step_s=next_step_s,
         undisturbed_s=max(usual[-len(gaps) :]) - statistics.median(usual) if usual else 0.0,
     )
 

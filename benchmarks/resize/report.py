@@ -85,7 +85,7 @@ def draw(result: Mapping[str, Any]) -> Table:
     table = Table(title="Longest pause of a survivor beyond its usual step")
     for name in ("model", "change"):
         table.add_column(name)
-    for name in ("n", "median ms", "max ms", "steps made again", "goal"):
+    for name in ("n", "median ms", "max ms", "beyond next steps ms", "steps made again", "goal"):
         table.add_column(name, justify="right")
     if result["torchrun"] is not None:
         table.caption = "torchrun restarts: join {join_s} s, kill {kill_s} s".format(
@@ -101,6 +101,7 @@ def draw(result: Mapping[str, Any]) -> Table:
                 kind,
                 str(row["n"]),
                 *(f"{row[name]}" for name in ("median_ms", "max_ms")),
+                str(row.get("median_beyond_next_ms", "-")),
                 str(row.get("discarded_steps", "-")),
                 "-" if goal is None else f"{goal['limit']} {'met' if goal['met'] else 'NOT MET'}",
             )

@@ -28,6 +28,8 @@ _PLACES = (
 )
 """By which other libraries know that a launcher started this process."""
 
+_FOLLOW_MB = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -51,13 +53,13 @@ def follow_bytes() -> float:
     Raises:
         ValueError: it is no number.
     """
-    given = os.environ.get("ELASTANE_FOLLOW_MB", "inf")
+    given = os.environ.get("ELASTANE_FOLLOW_MB") or _FOLLOW_MB
     try:
         return float(given) * 2**20
     except ValueError:
         raise ValueError(
             f"ELASTANE_FOLLOW_MB={given!r} must be a number of megabytes of parameters, from which "
-            "on newcomers follow: for example 16; leave it out, and none does"
+            f"on newcomers follow: {_FOLLOW_MB} if it is left out; with inf none does"
         ) from None
 
 

@@ -59,6 +59,10 @@ class Replayable(Protocol):
         """Return the step at hand, of the first parameters."""
         ...
 
+    def have_back(self, step: Mapping[str, Any]) -> None:
+        """Know that a step that was returned is needed no longer. Any thread may call it."""
+        ...
+
     def take_step(self, tree: Mapping[str, Any]) -> None:
         """Make another worker's step."""
         ...

@@ -18,8 +18,9 @@ from elastane.zero import is_zero
 
 __all__ = ["Replay"]
 
-_PART_BYTES = 16 << 20
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PART_BYTES, _MOST_PARTS = 16 << 20, 16
+
+_WORD = 8
 
 Tree = dict[str, Any]
 
@@ -41,6 +42,7 @@ class Replay:
         self._model = model
         self._optimizer = optimizer
         self._maker = maker
+        self._spare: dict[int, list[Tensor]] = {}
 
     @property
     def is_possible(self) -> bool:
@@ -55,11 +57,15 @@ class Replay:
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def parts(self) -> list[range]:
-        """Return parts of the parameters' numbers, of some 16 MB each, or one larger parameter."""
+        """Return parts of the parameters' numbers: of some 16 MB, or as much as makes 16 of them.
+
+        A parameter is in one part, however large it is.
+        """
         found: list[range] = []
+        most = max(_PART_BYTES, self.num_bytes // _MOST_PARTS)
         begin = size = 0
         for number, parameter in enumerate(self._model.parameters()):
-            if size and size + parameter.nbytes > _PART_BYTES:
+            if size and size + parameter.nbytes > most:
                 found.append(range(begin, number))
                 begin, size = number, 0
             size += parameter.nbytes
@@ -94,14 +100,20 @@ class Replay:
 
     def step(self, count: int, buffer_factors: Sequence[float]) -> Tree:
         """Return the step at hand, of the first parameters: gradients and the groups' numbers."""
-        gradients = [p.grad for p in list(self._model.parameters())[:count]]
+        some = list(self._model.parameters())[:count]
+        gradients = {n: p.grad for n, p in enumerate(some) if p.grad is not None}
         return {
             "count": count,
-            "with_gradient": [n for n, one in enumerate(gradients) if one is not None],
-            "gradients": [one.clone() for one in gradients if one is not None],
+            "with_gradient": list(gradients),
+            "gradients": [self._copied(number, one) for number, one in gradients.items()],
             "groups": [_values(group) for group in self._optimizer.param_groups],
             "buffer_factors": list(buffer_factors),
         }
+
+    def have_back(self, step: Mapping[str, Any]) -> None:
+        """Use the memory of a `step` that nobody needs any longer for later ones."""
+        for number, gradient in zip(step["with_gradient"], step["gradients"], strict=True):
+            self._spare.setdefault(number, []).append(gradient)
 
     def take_step(self, tree: Mapping[str, Any]) -> None:
         """Make another worker's `step` with the parameters that are here already."""
@@ -123,6 +135,14 @@ class Replay:
             tensors = [parameter, *(own[name] for name in sorted(own))]
             found += [_sum_of_bits(one) for one in tensors if isinstance(one, Tensor)]
         return found
+
+    def _copied(self, number: int, gradient: Tensor) -> Tensor:
+        spare = self._spare.get(number)
+        if not spare:
+            return gradient.clone()
+        copy = spare.pop()
+        fits = copy.dtype == gradient.dtype and copy.stride() == gradient.stride()
+        return copy.copy_(gradient) if fits else gradient.clone()
 
     def _owners(self) -> dict[Tensor, torch.optim.Optimizer]:
         return {
@@ -166,5 +186,10 @@ def _set_numbers(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
 
 
 def _sum_of_bits(tensor: Tensor) -> int:
-    words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
-    return int(words.sum(dtype=torch.int64))
+    """Return the sum of a tensor's words of 64 bits, and of the bytes behind the last one."""
+    read = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = len(read) // _WORD * _WORD
+    if read.data_ptr() % _WORD or read.storage_offset() % _WORD:
+        read = read.clone()
+    words, rest = read[:whole].view(torch.int64), read[whole:]
+    return int(words.sum()) + int(rest.sum(dtype=torch.int64))

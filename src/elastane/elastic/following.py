@@ -19,7 +19,7 @@ from elastane.group import Replayable
 __all__ = ["LEAST_BYTES", "Following"]
 
 LEAST_BYTES = _env.follow_bytes()
-"""Parameters below this are copied as a whole; without `ELASTANE_FOLLOW_MB` all are."""
+"""Parameters below this are copied as a whole."""
 
 _ANSWER_LIMIT_S = 10.0
 _SILENCE_LIMIT_S = 1.0  # the others wait meanwhile

@@ -165,8 +165,9 @@ class ElasticMembership:
     def finished_step(self, sums: Sequence[float]) -> None:
         """End a turn; members change before the next window if anybody knows of a reason."""
         self._turns += 1
-        self._following.advance()
         self._switch_agreed = self._switch_agreed or sums[0] > 0
+        if not self._switch_agreed:
+            self._following.advance()
 
     def recover(self, why: str) -> bool:  # noqa: ARG002
         """Regroup with whoever is left; say whether others had ended the turn."""

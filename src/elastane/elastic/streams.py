@@ -6,7 +6,7 @@ goes, the runtime.
     member                                                     newcomer
     a part of the parameters, with their optimizer state  -->  has that part, from now on
     each step: the gradients of what the newcomer has     -->  makes the step
-    after the last part: sums of the bits of one part     -->  compares; after the last it is ready
+    after the last part: sums of the bits of some parts   -->  compares; after the last it is ready
     when both enter a generation: the turns behind it     -->  has all but what is small
 
     The newcomer takes the state as a whole if anything goes wrong on the way.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -35,7 +36,7 @@ MOST_WAITING = 64
 """Messages that may wait for a newcomer before it is given up: it must not eat up the memory."""
 
 _LIMIT = timedelta(seconds=20)
-_FEW = 2
+_FEW, _CHECKS = 2, 4
 _CLOSING_LIMIT_S = 1.0
 
 Open = Callable[[], dist.ProcessGroup]
@@ -69,9 +70,12 @@ class Giver:
         self._replay = replay
         self._connect, self._sockets = connect, GroupSockets()
         self._parts = replay.parts()
+        self._checked = _joined(self._parts, _CHECKS)
         self._next = 0
         self._count = 0
-        self._waiting: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[Future[dict[str, Any]] | None] = SimpleQueue()
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="elastane copies")
+        self._copying: Future[dict[str, Any]] | None = None
         self._connected, self._over = threading.Event(), threading.Event()
         self._thread = _started(self._work)
 
@@ -82,27 +86,44 @@ class Giver:
 
     def step(self, buffer_factors: Sequence[float]) -> None:
         """Show the step that is about to be made."""
+        if self._copying is not None:
+            wait([self._copying])
+            self._copying = None
         if self._count and not self.is_over:
-            self._put({"kind": "step", **self._replay.step(self._count, buffer_factors)})
+            self._put(_done({"kind": "step", **self._replay.step(self._count, buffer_factors)}))
 
     def advance(self) -> None:
-        """Show the next part, or sums of one, between two steps."""
+        """Show a part, or sums of some, behind a step; the next step waits until they are read.
+
+        Nothing changes it before: it is read while the next gradients are computed.
+        """
         if not self._connected.is_set() or self.is_over:
             return
-        part = self._parts[self._next % len(self._parts)]
-        if self._next < len(self._parts):
-            self._put({"kind": "part", **self._replay.part(part)})
+        number = self._next - len(self._parts)
+        if number < 0:
+            part = self._parts[self._next]
+            self._copying = self._copier.submit(self._part, part)
             self._count = part.stop
         else:
-            sums = self._replay.sums(part)
-            is_last = self._next >= 2 * len(self._parts) - 1
-            numbers = [part.start, part.stop]
-            self._put({"kind": "sums", "numbers": numbers, "sums": sums, "is_last": is_last})
+            part, is_last = (
+                self._checked[number % len(self._checked)],
+                number >= len(self._checked) - 1,
+            )
+            self._copying = self._copier.submit(self._sums, part, is_last=is_last)
+        self._put(self._copying)
         self._next += 1
+
+    def _part(self, part: range) -> dict[str, Any]:
+        return {"kind": "part", **self._replay.part(part)}
+
+    def _sums(self, part: range, *, is_last: bool) -> dict[str, Any]:
+        numbers = [part.start, part.stop]
+        sums = self._replay.sums(part)
+        return {"kind": "sums", "numbers": numbers, "sums": sums, "is_last": is_last}
 
     def end(self, turns: int) -> None:
         """Say that the newcomer stands where this member does, behind so many turns."""
-        self._put({"kind": "end", "turns": turns})
+        self._put(_done({"kind": "end", "turns": turns}))
         self._waiting.put(None)
 
     def drop(self) -> None:
@@ -113,10 +134,11 @@ class Giver:
     def close(self) -> None:
         """Send nothing more, and end the thread: where it waits it would outlive the process."""
         self.drop()
+        self._copier.shutdown(wait=False)
         self._sockets.shut()
         self._thread.join(_CLOSING_LIMIT_S)
 
-    def _put(self, message: dict[str, Any]) -> None:
+    def _put(self, message: Future[dict[str, Any]]) -> None:
         if self._waiting.qsize() > MOST_WAITING:
             self.drop()
         else:
@@ -127,13 +149,28 @@ class Giver:
             with self._sockets.opening():
                 group = self._connect()
             self._connected.set()
-            while (message := self._waiting.get()) is not None and not self.is_over:
-                message["waiting"] = self._waiting.qsize()
-                send_state(message, to=1, group=group)
+            while (future := self._waiting.get()) is not None and not self.is_over:
+                message = future.result()
+                send_state({**message, "waiting": self._waiting.qsize()}, to=1, group=group)
+                if message["kind"] == "step":
+                    self._replay.have_back(message)
         except (CommunicationError, OSError, RuntimeError):
             pass  # the newcomer is gone, or takes the state as a whole
         finally:
             self._over.set()
+
+
+def _joined(parts: Sequence[range], most: int) -> list[range]:
+    """Return ranges that follow one another, joined until there are so many at most."""
+    each = -(-len(parts) // most)
+    some = [parts[begin : begin + each] for begin in range(0, len(parts), each)]
+    return [range(one[0].start, one[-1].stop) for one in some]
+
+
+def _done(message: dict[str, Any]) -> Future[dict[str, Any]]:
+    future: Future[dict[str, Any]] = Future()
+    future.set_result(message)
+    return future
 
 
 class Taker:
