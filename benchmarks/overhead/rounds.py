@@ -32,8 +32,8 @@ from benchmarks.processes import free_port, run_together
 
 __all__ = ["Comparison", "compare"]
 
-_BLOCK_S, _WARM_STEPS, _LIMIT_S = 0.1, 8, 1_800
-_LEAST_STEPS, _LEAST_ROUNDS = 2, 16
+_BLOCK_S, _WARM_STEPS, _LIMIT_S = 0.1, 12, 1_800
+_LEAST_STEPS, _LEAST_ROUNDS = 2, 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Comparison:
         processes: workers.
         micro_batches: of a worker's step.
         methods: their names, plain first.
-        rounds: number of them; fewer, but at least 16, where they would take too long.
+        rounds: number of them; fewer, but at least 12, where they would take too long.
         limit_s: how long they may take, roughly.
     """
 
