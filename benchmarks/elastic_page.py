@@ -129,6 +129,41 @@ def pauses(found: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def joins(found: dict[str, Any]) -> str:
+    """Return the section on the parts of a join's pause."""
+    rows, parts = found["rows"], found["parts"]
+    sections = [
+        "## What the pause of a join is made of",
+        "One worker trains, and a second one joins. The pause begins when the first has finished "
+        "its last step alone, and ends when both are in the new group; a part ends when the last "
+        "of the two is through with it. The state is copied in the pause, or the newcomer has "
+        "[followed](protocol.md#newcomers-that-follow) before. Medians, in milliseconds. "
+        "`python -m benchmarks.joins --json benchmarks/results/joins.json`",
+    ]
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    for size, rate in found["rates"].items():
+        own = {(row["way"], row["part"]): row for row in rows if row["size"] == size}
+        named = dict.fromkeys(part for _, part in own)
+        cells = [
+            [
+                parts.get(part, part),
+                *(
+                    f"{own[way, part]['ms_median']} ({own[way, part]['ms_q1']} to "
+                    f"{own[way, part]['ms_q3']})"
+                    for way in ways
+                ),
+            ]
+            for part in named
+        ]
+        sections += [
+            f"**{size} parameters with momentum, {rate['mib']} MiB of state**",
+            table(["part", *(f"state {way}, quartiles" for way in ways)], cells),
+            f"The copy moves {rate['copied_gb_s']} GB/s; a plain socket over the same loopback, in "
+            f"the same run, {rate['socket_gb_s']} GB/s.",
+        ]
+    return "\n\n".join(sections)
+
+
 def steady(found: dict[str, Any]) -> str:
     """Return the section on the price without changes."""
     rows = [[r["ratio"], r["n"], r["median"], f"{r['q1']} to {r['q3']}"] for r in found["rows"]]
@@ -201,6 +236,7 @@ def blackout(found: dict[str, Any]) -> str:
 
 _SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "resize": pauses,
+    "joins": joins,
     "steady": steady,
     "chaos": chaos,
     "blackout": blackout,

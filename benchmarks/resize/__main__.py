@@ -11,6 +11,7 @@ of a second before it was stopped. `undisturbed` is the same measure where nothi
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections import Counter
@@ -111,7 +112,7 @@ def _run_jobs(
             parameters=number_of(size),
             most_workers=plan.most_workers,
             hang_limit_s=limit_s,
-            copies=plan.copies,
+            follow_mb=math.inf if plan.copies else None,
         ) as job:
             _run_phases(size, missing, plan=plan, ledger=ledger, job=job, console=console)
     raise click.ClickException(f"{size}: more than {_MOST_STALLS} changes never came to their end")

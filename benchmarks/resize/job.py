@@ -69,14 +69,16 @@ class _Job(LaunchedJob):
     Attributes:
         digits: file of the digits.
         parameters: of the model.
-        copies: whether newcomers copy the whole state, however large.
+        follow_mb: `ELASTANE_FOLLOW_MB` of the workers; `None` is the usual one.
+        marks: whether they write down the parts of changes.
     """
 
     worker = WORKER
 
     digits: Path
     parameters: int
-    copies: bool
+    follow_mb: float | None
+    marks: bool
 
     @property
     def records_dir(self) -> Path:
@@ -88,7 +90,8 @@ class _Job(LaunchedJob):
         return (
             *("--digits", str(self.digits), "--records", str(self.records_dir)),
             *("--parameters", str(self.parameters)),
-            *(["--copies"] if self.copies else []),
+            *([] if self.follow_mb is None else ["--follow-mb", str(self.follow_mb)]),
+            *(["--marks"] if self.marks else []),
         )
 
 
@@ -101,7 +104,8 @@ class RunningJob:
         parameters: of the model.
         most_workers: that it may have, and has at first.
         hang_limit_s: after which a worker that keeps the others waiting is left behind.
-        copies: whether newcomers copy the whole state, and none follows the others before.
+        follow_mb: parameters in MB from which on newcomers follow; `None` is the usual number.
+        marks: whether workers write down the parts of changes (`benchmarks.resize.marks`).
 
     Attributes:
         records: lines of each worker, oldest first.
@@ -117,7 +121,8 @@ class RunningJob:
         parameters: int,
         most_workers: int,
         hang_limit_s: float,
-        copies: bool = False,
+        follow_mb: float | None = None,
+        marks: bool = False,
     ) -> None:
         self.hang_limit_s = hang_limit_s
         self._job = _Job(
@@ -126,7 +131,8 @@ class RunningJob:
             max_workers=most_workers,
             digits=digits,
             parameters=parameters,
-            copies=copies,
+            follow_mb=follow_mb,
+            marks=marks,
         )
         self._tails: dict[Path, Tail] = {}
         self._generations = Tail(self._job.run_dir / GENERATIONS_NAME)

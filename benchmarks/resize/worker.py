@@ -3,6 +3,7 @@
 Knows nothing of who starts it or what is done to it; it runs under any launcher.
 
 python -m benchmarks.resize.worker --digits FILE --records DIR --parameters N [--steps N]
+    [--follow-mb X] [--marks]
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from benchmarks.resize import marks
 from elastane import LoaderOptions, LocalBatch, Session
 from elastane.elastic import following
 
@@ -70,10 +71,12 @@ def read_digits(path: Path) -> TensorDataset:
 
 def main() -> None:
     given = parse()
-    if given.copies:
-        following.LEAST_BYTES = sys.maxsize
+    if given.follow_mb is not None:
+        following.LEAST_BYTES = given.follow_mb * 2**20
     record = Record(given.records)
     worker = int(os.environ.get("ELASTANE_WORKER", os.environ.get("RANK", "0")))
+    if given.marks:
+        marks.install(lambda name: record.write(name, worker=worker))
     model = build_model(given.parameters)
     with Session(
         model,
@@ -96,7 +99,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parameters", type=int, required=True)
     parser.add_argument("--steps", type=int, default=10**9)
     parser.add_argument("--run-dir", type=Path)
-    parser.add_argument("--copies", action="store_true")
+    parser.add_argument("--follow-mb", type=float)
+    parser.add_argument("--marks", action="store_true")
     return parser.parse_args()
 
 
