@@ -147,6 +147,7 @@ class Following:
             self._givers = [one for one in self._givers if not one.is_over]
             if not self._givers and self._replay is not None:
                 self._replay.watch(None)
+                self._replay = None  # and with it the memory of what was sent
 
     def _opens(self, prefix: str, *, rank: int) -> Open:
         return lambda: open_pair(self._connect(), prefix=prefix, rank=rank)
