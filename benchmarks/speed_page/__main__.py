@@ -95,7 +95,10 @@ def _overhead(found: Row) -> str:
         if cells:
             parts += [f"**{title}**", table(["model", *(_SHOWN[n] or n for n in names)], cells)]
     if any(row["method"] == "floor" for row in rows):
-        parts.append("![Processor time over plain, the floor as bars](_static/speed-overhead.png)")
+        parts += [
+            "![Processor time over plain, the floor as bars](_static/speed-overhead.png)",
+            "Lines are 95 % intervals; what lies above 1.8 is not shown.",
+        ]
     parts += [f"Missing, {name}: {why}." for name, why in found["missing"].items()]
     return "\n\n".join([*parts, _goals(verdicts(rows))])
 

@@ -16,7 +16,7 @@ __all__ = ["draw_overhead"]
 
 _DRAWN = (DEFAULT, EVERY, *PEERS)
 _FLOOR, _FLOOR_COLOR, _GOAL_COLOR = "floor", "#BBBBBB", "#666666"
-_HEIGHTS, _APART = (0.9, 1.8), 0.16
+_HEIGHTS, _APART = (0.85, 1.8), 0.16
 
 
 def draw_overhead(
