@@ -14,7 +14,7 @@ def test_without_results_the_page_says_how_to_get_them(tmp_path):
     text = page(tmp_path)
 
     commands = re.findall(r"Not measured yet: `python -m benchmarks\.(\w+)`", text)
-    assert commands == ["resize", "steady", "chaos", "blackout"]
+    assert commands == ["resize", "joins", "steady", "chaos", "blackout"]
 
 
 def test_every_kind_of_event_has_its_words():
