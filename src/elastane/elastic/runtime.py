@@ -35,6 +35,7 @@ from elastane.elastic.held import HeldGroup
 from elastane.elastic.leaving import LEFT_BEHIND, ORPHANED, SHARD_LOST, WorkerLeft, leave
 from elastane.elastic.link import Link, connect
 from elastane.elastic.meeting import Arrival, Meetings, Superseded
+from elastane.elastic.memory import make_writable
 from elastane.elastic.signals import on_sigterm
 from elastane.elastic.standing import TORN, Entry, TornError
 from elastane.elastic.team import Team
@@ -211,9 +212,11 @@ class ElasticMembership:
             self._paused = before
 
     def _catch_up(self) -> None:
-        """Follow a member until little is left to be copied, if there is one."""
-        can_follow = self._team.size == 1 and not self._group.wrapping.in_shards
-        if can_follow and self._link.history.newest.members:
+        """Follow a member until little is left to be copied, if there is one; be quick to copy."""
+        has_all = self._team.size == 1 and not self._group.wrapping.in_shards
+        if has_all:
+            make_writable(self._held().tensors())  # loader processes share them since their start
+        if has_all and self._link.history.newest.members:
             self._following.catch_up(
                 self._held().replay(), give_up=lambda: not self._link.history.newest.members
             )

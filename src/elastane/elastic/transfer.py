@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from elastane.elastic.flatten import flatten_state, unflatten_state
+from elastane.elastic.memory import make_writable
 from elastane.errors import CommunicationError, StateError
 from elastane.peers import Breaker
 
@@ -117,10 +118,11 @@ def receive_state(
     targets += [_empty(form) for form in forms[len(targets) :]]
     payloads = _payloads(forms)
     landings = [_landing([targets[index] for index in some], device=device) for some in payloads]
-    works = (
+    works = [
         _guarded(lambda landing=landing, tag=tag: group.recv([landing], source, tag))
         for tag, landing in enumerate(landings, start=_FIRST_PAYLOAD)
-    )
+    ]
+    make_writable(landings)  # while the first of them arrive
     _wait(works, breaker=breaker)
     for some, landing in zip(payloads, landings, strict=True):
         _hand_out(landing, targets=[targets[index] for index in some])
