@@ -45,6 +45,18 @@ def test_goals_are_judged_by_parameters_floor_and_peers():
     }
 
 
+def test_a_goal_is_out_of_reach_where_its_floor_is_above_it():
+    rows = [row("floor, mean only", 1.04), row("elastane", 1.0, mean=1.05)]
+    (verdict,) = verdicts(rows)
+    assert (verdict.floor, verdict.is_out_of_reach) == (1.04, True)
+
+    (verdict,) = verdicts([row("floor, mean only", 1.03), rows[1]])
+    assert not verdict.is_out_of_reach
+
+    (verdict,) = verdicts(rows[1:])
+    assert (verdict.floor, verdict.is_out_of_reach) == (None, False)
+
+
 @pytest.mark.parametrize(
     ("params", "bound"),
     [(100_000, 1.05), (2_800_000, 1.02), (10_000_000, 1.03), (49_000_000, 1.02)],
@@ -68,7 +80,7 @@ def test_the_page_shows_the_rows_and_names_the_goals_that_are_missed(tmp_path):
 
     assert "| mlp 10M | 1.001 | 1.040 | 1.090 | 1.025 | 1.120* | 1.050 | 1.300 | 1.020 |" in text
     assert "3 of 5 hold; the others are these" in text
-    assert "| every step | mlp 10M | 2 processes | 1.120 | 1.110 |" in text
+    assert "| every step | mlp 10M | 2 processes | 1.120 | 1.110 | 1.090 |" in text
     assert "Missing, fairscale: is not here." in text
     assert "Not measured yet: `python -m benchmarks.loader " in text
 

@@ -113,7 +113,10 @@ def _cell(row: Row | None) -> str:
 def _goals(found: Sequence[Verdict]) -> str:
     missed = [one for one in found if not one.is_met]
     rows = [
-        [one.goal, one.model, FORMS[one.form], f"{one.found:.3f}", f"{one.bound:.3f}"]
+        [
+            *(one.goal, one.model, FORMS[one.form], f"{one.found:.3f}", f"{one.bound:.3f}"),
+            "–" if one.floor is None else f"{one.floor:.3f}",
+        ]
         for one in missed
     ]
     said = (
@@ -124,8 +127,17 @@ def _goals(found: Sequence[Verdict]) -> str:
     )
     if not missed:
         return f"{said}."
-    head = ["goal", "model", "where", "measured", "at most"]
-    return f"{said}; the others are these:\n\n{table(head, rows)}"
+    head = ["goal", "model", "where", "measured", "at most", "its floor"]
+    out_of_reach = sum(one.is_out_of_reach for one in missed)
+    why = (
+        "The floor of the default is the one of the mean only, that of every step reads all. In "
+        f"{out_of_reach} of these rows it is above the goal by itself: nothing that looks whether "
+        "a gradient is finite before it steps can hold them. What the others cost above it are "
+        "the fixed parts below, where a step is short, and norms that are read when the gradient "
+        "has left the cache, where it is long; differences of two points are within the noise of "
+        "rows with a star."
+    )
+    return f"{said}; the others are these:\n\n{table(head, rows)}\n\n{why}"
 
 
 def _fixed(found: Row) -> str:

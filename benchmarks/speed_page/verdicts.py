@@ -26,6 +26,7 @@ Form = tuple[int, int, bool]
 """Processes, micro-batches of each, and whether the batch is the larger one."""
 
 DEFAULT, EVERY, SHARED = "elastane", "elastane, every step", "elastane, clipped"
+FLOOR, FLOOR_OF_MEAN = "floor", "floor, mean only"
 PEERS = ("fairscale", "AdaptDL")
 _BY_PARAMETERS = ((1_000_000, 1.05), (5_000_000, 1.02), (30_000_000, 1.03), (10**12, 1.02))
 _POINTS_ABOVE_FLOOR, _MOST_SHARED, _LARGE = 0.02, 1.01, 1_000_000
@@ -41,6 +42,7 @@ class Verdict:
         goal: what is to hold.
         found: the ratio that was measured.
         bound: what it must not be above.
+        floor: what a plain step costs that only reads what the method has to read, if measured.
     """
 
     model: str
@@ -48,11 +50,17 @@ class Verdict:
     goal: str
     found: float
     bound: float
+    floor: float | None = None
 
     @property
     def is_met(self) -> bool:
         """Whether it holds."""
         return self.found <= self.bound
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Whether the floor alone is above the goal."""
+        return self.floor is not None and self.floor > self.bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,19 +122,20 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def _verdicts(model: str, form: Form, methods: Mapping[str, Row]) -> Iterator[Verdict]:
-    def verdict(goal: str, found: float, bound: float) -> Verdict:
-        return Verdict(model=model, form=form, goal=goal, found=found, bound=bound)
+    def verdict(goal: str, found: float, bound: float, *, floor: str | None = None) -> Verdict:
+        least = told(methods[floor]).ratio if floor in methods else None
+        return Verdict(model=model, form=form, goal=goal, found=found, bound=bound, floor=least)
 
     parameters = next(iter(methods.values()))["params"]
     if DEFAULT in methods:
         found = told(methods[DEFAULT]).ratio
         bound = next(bound for most, bound in _BY_PARAMETERS if parameters < most)
-        yield verdict("default", found, bound)
+        yield verdict("default", found, bound, floor=FLOOR_OF_MEAN)
         for peer in PEERS:
             if peer in methods:
                 yield verdict(f"default, beside {peer}", found, told(methods[peer]).ratio)
-    if EVERY in methods and "floor" in methods:
-        bound = told(methods["floor"]).ratio + _POINTS_ABOVE_FLOOR
-        yield verdict("every step", told(methods[EVERY]).ratio, round(bound, 4))
+    if EVERY in methods and FLOOR in methods:
+        bound = told(methods[FLOOR]).ratio + _POINTS_ABOVE_FLOOR
+        yield verdict("every step", told(methods[EVERY]).ratio, round(bound, 4), floor=FLOOR)
     if SHARED in methods and parameters > _LARGE:
         yield verdict("shared clipping", methods[SHARED]["over_clipped_mean"], _MOST_SHARED)
