@@ -123,7 +123,7 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 def _verdicts(model: str, form: Form, methods: Mapping[str, Row]) -> Iterator[Verdict]:
     def verdict(goal: str, found: float, bound: float, *, floor: str | None = None) -> Verdict:
-        least = told(methods[floor]).ratio if floor in methods else None
+        least = None if floor is None or floor not in methods else told(methods[floor]).ratio
         return Verdict(model=model, form=form, goal=goal, found=found, bound=bound, floor=least)
 
     parameters = next(iter(methods.values()))["params"]
