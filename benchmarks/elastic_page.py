@@ -137,7 +137,8 @@ def joins(found: dict[str, Any]) -> str:
         "One worker trains, and a second one joins. The pause begins when the first has finished "
         "its last step alone, and ends when both are in the new group; a part ends when the last "
         "of the two is through with it. The state is copied in the pause, or the newcomer has "
-        "[followed](protocol.md#newcomers-that-follow) before. Medians, in milliseconds. "
+        "[followed](protocol.md#newcomers-that-follow) before. Medians of "
+        f"{min(row['joins'] for row in rows)} joins, in milliseconds. "
         "`python -m benchmarks.joins --json benchmarks/results/joins.json`",
     ]
     ways = list(dict.fromkeys(row["way"] for row in rows))

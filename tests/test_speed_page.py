@@ -58,6 +58,14 @@ def test_a_goal_is_out_of_reach_where_its_floor_is_above_it():
 
 
 @pytest.mark.parametrize(
+    ("mean", "low", "unsure"), [(1.029, 1.01, False), (1.032, 1.029, True), (1.07, 1.031, False)]
+)
+def test_a_missed_goal_is_unsure_where_the_interval_reaches_down_to_it(mean, low, unsure):
+    (verdict,) = verdicts([row("elastane", 1.0, mean=mean, cpu_mean_low=low)])
+    assert verdict.is_unsure == unsure
+
+
+@pytest.mark.parametrize(
     ("params", "bound"),
     [(100_000, 1.05), (2_800_000, 1.02), (10_000_000, 1.03), (49_000_000, 1.02)],
 )

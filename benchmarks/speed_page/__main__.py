@@ -15,10 +15,12 @@ from typing import Any
 import click
 
 from benchmarks.elastic_page import RESULTS, ROOT, page_of, table
-from benchmarks.speed_page.picture import draw_overhead
+from benchmarks.speed_page.picture import HEIGHTS, draw_overhead
 from benchmarks.speed_page.verdicts import (
     DEFAULT,
     EVERY,
+    FLOOR,
+    FLOOR_OF_MEAN,
     PEERS,
     Form,
     Verdict,
@@ -48,8 +50,8 @@ FORMS: Mapping[Form, str] = {
 }
 _SHOWN = {
     "plain again": "plain again",
-    "floor, mean only": "floor, mean only",
-    "floor": "floor",
+    FLOOR_OF_MEAN: "floor, mean only",
+    FLOOR: "floor",
     DEFAULT: "elastane",
     EVERY: "every step",
     "elastane, every 4th step": "every 4th step",
@@ -94,10 +96,10 @@ def _overhead(found: Row) -> str:
         ]
         if cells:
             parts += [f"**{title}**", table(["model", *(_SHOWN[n] or n for n in names)], cells)]
-    if any(row["method"] == "floor" for row in rows):
+    if any(row["method"] == FLOOR for row in rows):
         parts += [
             "![Processor time over plain, the floor as bars](_static/speed-overhead.png)",
-            "Lines are 95 % intervals; what lies above 1.8 is not shown.",
+            f"Lines are 95 % intervals; what lies above {HEIGHTS[1]} is not shown.",
         ]
     parts += [f"Missing, {name}: {why}." for name, why in found["missing"].items()]
     return "\n\n".join([*parts, _goals(verdicts(rows))])
@@ -129,13 +131,14 @@ def _goals(found: Sequence[Verdict]) -> str:
         return f"{said}."
     head = ["goal", "model", "where", "measured", "at most", "its floor"]
     out_of_reach = sum(one.is_out_of_reach for one in missed)
+    unsure = sum(one.is_unsure for one in missed)
     why = (
         "The floor of the default is the one of the mean only, that of every step reads all. In "
         f"{out_of_reach} of these rows it is above the goal by itself: nothing that looks whether "
-        "a gradient is finite before it steps can hold them. What the others cost above it are "
-        "the fixed parts below, where a step is short, and norms that are read when the gradient "
-        "has left the cache, where it is long; differences of two points are within the noise of "
-        "rows with a star."
+        "a gradient is finite before it steps can hold them. In "
+        f"{unsure} rows the 95 % interval reaches down to the goal. What lies between floor and "
+        "measured is a step's fixed time, which is taken apart below, and reading gradients when "
+        "they are ready and not all at once."
     )
     return f"{said}; the others are these:\n\n{table(head, rows)}\n\n{why}"
 

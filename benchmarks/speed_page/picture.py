@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results_page.pictures import COLORS, grid, label_axes, save_with_legend
-from benchmarks.speed_page.verdicts import DEFAULT, EVERY, PEERS, by_form, told
+from benchmarks.speed_page.verdicts import DEFAULT, EVERY, FLOOR, PEERS, by_form, told
 
-__all__ = ["draw_overhead"]
+__all__ = ["HEIGHTS", "draw_overhead"]
 
 _DRAWN = (DEFAULT, EVERY, *PEERS)
-_FLOOR, _FLOOR_COLOR, _GOAL_COLOR = "floor", "#BBBBBB", "#666666"
-_HEIGHTS, _APART = (0.85, 1.8), 0.16
+HEIGHTS = (0.85, 1.8)
+"""Ratios at the lower and upper edge; what lies beyond is cut off."""
+_FLOOR_COLOR, _GOAL_COLOR, _APART = "#BBBBBB", "#666666", 0.16
 
 
 def draw_overhead(
@@ -35,8 +36,8 @@ def draw_overhead(
     for axes, form in zip(panels, shown, strict=True):
         models = forms[form]
         places = range(len(models))
-        floors = [told(methods[_FLOOR]).ratio - 1 for methods in models.values()]
-        axes.bar(places, floors, bottom=1.0, color=_FLOOR_COLOR, width=0.8, label="floor")
+        floors = [told(methods[FLOOR]).ratio - 1 for methods in models.values()]
+        axes.bar(places, floors, bottom=1.0, color=_FLOOR_COLOR, width=0.8, label=FLOOR)
         axes.axhline(1.0, color=_GOAL_COLOR, lw=0.8)
         for index, name in enumerate(_DRAWN):
             known = [
@@ -58,7 +59,7 @@ def draw_overhead(
                 label=name,
             )
         axes.set_xticks(list(places), [_short(name) for name in models], rotation=30, ha="right")
-        axes.set_ylim(*_HEIGHTS)
+        axes.set_ylim(*HEIGHTS)
         label_axes(axes, title=titles[form], x="", y="processor time / plain")
     save_with_legend(figure, panels[-1], path=path)
 

@@ -12,6 +12,8 @@ from typing import Any
 __all__ = [
     "DEFAULT",
     "EVERY",
+    "FLOOR",
+    "FLOOR_OF_MEAN",
     "PEERS",
     "Form",
     "Told",
@@ -42,6 +44,7 @@ class Verdict:
         goal: what is to hold.
         found: the ratio that was measured.
         bound: what it must not be above.
+        low: lower end of the ratio's 95 % interval, if it has one.
         floor: what a plain step costs that only reads what the method has to read, if measured.
     """
 
@@ -50,12 +53,18 @@ class Verdict:
     goal: str
     found: float
     bound: float
+    low: float | None = None
     floor: float | None = None
 
     @property
     def is_met(self) -> bool:
         """Whether it holds."""
         return self.found <= self.bound
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether the interval reaches down to the goal, which is missed."""
+        return not self.is_met and self.low is not None and self.low <= self.bound
 
     @property
     def is_out_of_reach(self) -> bool:
@@ -122,20 +131,24 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def _verdicts(model: str, form: Form, methods: Mapping[str, Row]) -> Iterator[Verdict]:
-    def verdict(goal: str, found: float, bound: float, *, floor: str | None = None) -> Verdict:
+    def verdict(goal: str, method: str, bound: float, *, floor: str | None = None) -> Verdict:
+        found = told(methods[method])
         least = None if floor is None or floor not in methods else told(methods[floor]).ratio
-        return Verdict(model=model, form=form, goal=goal, found=found, bound=bound, floor=least)
+        known = {"found": found.ratio, "low": found.low, "bound": bound, "floor": least}
+        return Verdict(model=model, form=form, goal=goal, **known)
 
     parameters = next(iter(methods.values()))["params"]
     if DEFAULT in methods:
-        found = told(methods[DEFAULT]).ratio
         bound = next(bound for most, bound in _BY_PARAMETERS if parameters < most)
-        yield verdict("default", found, bound, floor=FLOOR_OF_MEAN)
+        yield verdict("default", DEFAULT, bound, floor=FLOOR_OF_MEAN)
         for peer in PEERS:
             if peer in methods:
-                yield verdict(f"default, beside {peer}", found, told(methods[peer]).ratio)
+                yield verdict(f"default, beside {peer}", DEFAULT, told(methods[peer]).ratio)
     if EVERY in methods and FLOOR in methods:
         bound = told(methods[FLOOR]).ratio + _POINTS_ABOVE_FLOOR
-        yield verdict("every step", told(methods[EVERY]).ratio, round(bound, 4), floor=FLOOR)
+        yield verdict("every step", EVERY, round(bound, 4), floor=FLOOR)
     if SHARED in methods and parameters > _LARGE:
-        yield verdict("shared clipping", methods[SHARED]["over_clipped_mean"], _MOST_SHARED)
+        found = methods[SHARED]["over_clipped_mean"]
+        yield Verdict(
+            model=model, form=form, goal="shared clipping", found=found, bound=_MOST_SHARED
+        )

@@ -45,6 +45,7 @@ from elastane.peers import Peers
 from elastane.protocol import Beat, Broken, Done, Entered, Generation, Leaving, Ready
 from elastane.replicated import ReplicatedWrapping
 from elastane.sharded_wrapping import ShardedWrapping
+from elastane.sharding import local_of
 
 __all__ = ["ElasticMembership"]
 
@@ -127,6 +128,8 @@ class ElasticMembership:
         self.warming = False
         if isinstance(self._group.wrapping, ShardedWrapping):
             self._group.wrapping.rehearse()
+        own = [local_of(tensor) for tensor in self._held().tensors()]
+        make_writable(own)  # loader processes share the memory since they were forked
         self._catch_up()
         # What went before does not concern this worker.
         self._tried = self._link.history.newest.number
@@ -212,11 +215,9 @@ class ElasticMembership:
             self._paused = before
 
     def _catch_up(self) -> None:
-        """Follow a member until little is left to be copied, if there is one; be quick to copy."""
-        has_all = self._team.size == 1 and not self._group.wrapping.in_shards
-        if has_all:
-            make_writable(self._held().tensors())  # loader processes share them since their start
-        if has_all and self._link.history.newest.members:
+        """Follow a member until little is left to be copied, if there is one."""
+        can_follow = self._team.size == 1 and not self._group.wrapping.in_shards
+        if can_follow and self._link.history.newest.members:
             self._following.catch_up(
                 self._held().replay(), give_up=lambda: not self._link.history.newest.members
             )
